@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tests.benchmarks.measured import Measured
+from tests.benchmarks.measured import Measured, rounded
 
 COPY_BYTES = 2 << 30
 
@@ -24,6 +24,20 @@ def graph_seconds(run: Callable[[], object]) -> Measured:
 
     times: Any = do_bench_cudagraph(run, rep=200, return_mode="all")
     return Measured.median(times, 1e-3)
+
+
+def kernel_microseconds(run: Callable[[], object], calls: int = 10) -> dict[str, float]:
+    """The mean of each kernel that a call launches once, by its name, on the device."""
+    from torch.profiler import ProfilerActivity, profile
+
+    run()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        for _ in range(calls):
+            run()
+        torch.cuda.synchronize()
+    found: Any = profiled.key_averages()
+    return {event.key: rounded(event.self_device_time_total / calls) for event in found if event.count == calls}
 
 
 def measure_copy() -> float:

@@ -24,7 +24,7 @@ from tandem.cache.plan.tables import lay_out_tokens, look_up_pages
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.sampling.sampling_params import SamplingParams
 from tests.benchmarks.contexts import Contexts
-from tests.benchmarks.device_time import graph_seconds
+from tests.benchmarks.device_time import graph_seconds, kernel_microseconds
 from tests.benchmarks.measured import Measured, rounded
 from tests.benchmarks.options import add_list, benchmark_parser
 from tests.benchmarks.results import at_least, print_result, print_skipped
@@ -80,12 +80,14 @@ def chunk_flops(tokens: int) -> int:
     return 2 * tokens * NEXT.value_heads * (within + 3 * keys * values)
 
 
-def measure_prefill(prompt: int, roofs: Roofs) -> dict[str, float]:
-    seconds, floor = graph_seconds(Layers(1, prompt, 1).run), chunk_flops(prompt) / roofs.product
+def measure_prefill(prompt: int, roofs: Roofs) -> dict[str, Any]:
+    layer = Layers(1, prompt, 1)
+    seconds, floor = graph_seconds(layer.run), chunk_flops(prompt) / roofs.product
     return {
         "layer_us": seconds.scaled(1e6),
         "floor_us": rounded(floor * 1e6),
         "floor_to_layer": rounded(floor / seconds),
+        "kernels_us": kernel_microseconds(layer.run),
     }
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.base import Compression, Index
-from tandem.cache.kernels.delta.scratch import Scratch
+from tandem.cache.kernels.delta.heads import Heads
+from tandem.cache.kernels.delta.scratch import Scratch, most_chunks
 from tandem.cache.kernels.index_keys import SCORE_BYTES
 from tandem.cache.kernels.recurrent import RecurrentInputs, StateShape
 from tandem.cache.plan.head_norm import HeadNorm
@@ -80,10 +81,13 @@ class WithoutPages:
     expand; of an index the scores that they would have in memory together; of states what is kept between kernels.
     """
 
-    def __init__(self, max_positions: int, positions: Tensor, states: StateShape | None = None) -> None:
-        """positions: int64 [T], of the forward's tokens. states: of the layers that keep some."""
+    def __init__(
+        self, max_positions: int, positions: Tensor, states: StateShape | None = None, max_sequences: int = 1
+    ) -> None:
+        """positions: int64 [T], of the forward's tokens. states: of the layers that keep some. max_sequences: whose
+        tokens these may be."""
         self._expanded = min(max_positions, EXPANDED_POSITIONS)
-        self._positions, self._states = positions, states
+        self._positions, self._states, self._max_sequences = positions, states, max_sequences
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, norm: HeadNorm | None
@@ -112,8 +116,11 @@ class WithoutPages:
 
     def recur(self, layer: int, x: RecurrentInputs) -> Tensor:
         assert self._states is not None, f"layer {layer} keeps no state"
-        scratch = Scratch.of(x.mixed.shape[0], self._states, x.mixed.dtype, x.mixed.device)
-        return torch.zeros_like(scratch.u)
+        num_tokens = x.mixed.shape[0]
+        output = x.mixed.new_zeros((num_tokens, self._states.heads, self._states.output_dim))
+        chunks = most_chunks(num_tokens, self._max_sequences)
+        Scratch.of(chunks, Heads.of(self._states), x.mixed.dtype, x.mixed.device)
+        return output
 
     def attend_latents(
         self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections, choice: Index | None = None
@@ -133,7 +140,7 @@ def run_largest_forward(model: Model, max_batch_tokens: int, max_sequences: int,
     rows = min(max_batch_tokens, max_sequences)
     tokens = torch.zeros(max_batch_tokens, dtype=torch.int64, device=model.device)
     recurrent = model.config.recurrent
-    without_pages = WithoutPages(max_positions, tokens, None if recurrent is None else recurrent.shape)
+    without_pages = WithoutPages(max_positions, tokens, None if recurrent is None else recurrent.shape, max_sequences)
     if model.encode is not None and model.config.encoder is not None:
         longest = min(max_batch_tokens, model.config.encoder.max_positions)
         model.encode(tokens[:longest], [longest], [longest], without_pages)

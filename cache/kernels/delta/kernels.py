@@ -15,7 +15,8 @@ from tandem.cache.kernels.base import (
     GroupPlan,
     Limits,
 )
-from tandem.cache.kernels.delta.chunks import NO_PAGE, ChunkRows, Cuts, advance_states, lay_out_chunks
+from tandem.cache.kernels.delta.chunk_rows import NO_PAGE, ChunkRows, Cuts, lay_out_chunks
+from tandem.cache.kernels.delta.chunks import advance_states
 from tandem.cache.kernels.delta.runs import RunRows, Runs, again_rows
 from tandem.cache.kernels.delta.steps import StepRows, step_states
 from tandem.cache.kernels.recurrent import DeltaShape, RecurrentInputs

@@ -16,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tandem.cache.kernels.delta.chunks import move_tails
+from tandem.cache.kernels.delta.convolution import move_tails
+from tandem.cache.kernels.delta.heads import Heads
 from tandem.cache.kernels.delta.steps import CHANNELS, VALUES, silu_rounded
 from tandem.cache.kernels.recurrent import DeltaShape, RecurrentInputs
 from tandem.cache.kernels.torch.delta_rule import UNIT_EPS
@@ -112,8 +113,8 @@ def _advance(
     kernel(
         *(*kept, output, pool, *rows, count, layer),
         *(kept.raw.stride(0), kept.raw.stride(1), kept.log_decay.stride(0), pool.stride(0), pool.stride(1)),
-        *(shape.key_dim**-0.5, UNIT_EPS, shape.tail * shape.channels, shape.key_heads, shape.value_heads),
-        *(shape.key_dim, shape.value_dim, shape.tail, triton.next_power_of_2(shape.key_dim), width, block),
+        *(shape.key_dim**-0.5, UNIT_EPS, shape.tail * shape.channels, *Heads.of(shape)),
+        *(triton.next_power_of_2(shape.key_dim), width, block),
         *(triton.next_power_of_2(count), output is not None),
         **({"PDL": False} if output is None else launch_options(pool.device)),
     )
@@ -164,8 +165,9 @@ def _run_rule(
     raw, mixed, log_decay, beta, output, pool, pages, behind, kept, preceding, num_rows, first_layer,
     channel_layer, channel_token, rate_layer, page_elements, layer_elements, scale, eps,
     STATE: tl.constexpr, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, TAIL: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr,
-    ROWS: tl.constexpr, FINDS: tl.constexpr, PDL: tl.constexpr,
+    VALUE_DIM: tl.constexpr, TAIL: tl.constexpr, QUERY_AT: tl.constexpr, KEY_AT: tl.constexpr, VALUE_AT: tl.constexpr,
+    KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr, FINDS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Programs of a sequence's first token compute all its tokens, those of others none. ROWS: at least num_rows.
     VALUES: columns of a program, WIDTH: at least all."""
@@ -212,9 +214,11 @@ def _run_rule(
         tl.store(snapshot + place, state, mask=saved)
         if (part == 0) & (kept_page >= 0):
             move_tails(raw + (token + 1) * channel_token, channel_token, tail, snapshot, head, at + 1, is_behind,
-                       KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TAIL, KEYS, WIDTH)  # fmt: skip
+                       KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TAIL, QUERY_AT, KEY_AT, VALUE_AT,
+                       KEYS, WIDTH)  # fmt: skip
     tl.store(tail + place, state, mask=(key < tl.where(page >= 0, KEY_DIM, 0))[:, None] & in_value)
     if (part == 0) & (page >= 0):
         end = (row + count).to(tl.int64)
         move_tails(raw + end * channel_token, channel_token, tail, tail, head, count, is_behind,
-                   KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TAIL, KEYS, WIDTH)  # fmt: skip
+                   KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TAIL, QUERY_AT, KEY_AT, VALUE_AT,
+                   KEYS, WIDTH)  # fmt: skip

@@ -5,24 +5,38 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tandem.cache.kernels.recurrent import StateShape
+from tandem.cache.kernels.delta.heads import Heads
 from tandem.cache.kernels.torch.delta_rule import CHUNK
 
 
 class Scratch(NamedTuple):
-    """Of T tokens, Hv value heads, in the dtype of the model: mixed [T, channels], q, k and v behind the convolution;
-    w [T, Hv, key_dim], u [T, Hv, value_dim] and scores [T, Hv, CHUNK] of a token's chunk. totals: float32 [T, Hv]."""
+    """Of m chunks and H value heads; K and V are the padded columns of a key and a value. Rows of no token are 0. In
+    the dtype of the model, but for `since` and `until`, which are float32.
+
+    mixed: [m, …], behind the convolution: q and k [key_heads, CHUNK, K] each, v [H, CHUNK, V]. w: [m, H, CHUNK, K].
+    added: [m, H, V, CHUNK], u, then what the tokens add to the state. scores: [m, H, CHUNK, CHUNK]. states: [m, H, V,
+    K], before each chunk. since: [m, H, CHUNK], the part of that state which is left behind a token. until: likewise,
+    the part of what a token adds which is left behind the chunk.
+    """
 
     mixed: Tensor
     w: Tensor
-    u: Tensor
+    added: Tensor
     scores: Tensor
-    totals: Tensor
+    states: Tensor
+    since: Tensor
+    until: Tensor
 
     @classmethod
-    def of(cls, num_tokens: int, shape: StateShape, dtype: torch.dtype, device: torch.device) -> "Scratch":
+    def of(cls, num_chunks: int, heads: Heads, dtype: torch.dtype, device: torch.device) -> "Scratch":
         """Not filled."""
-        heads, (_, key_dim, value_dim) = (num_tokens, shape.heads), shape.state
-        sizes = (num_tokens, shape.channels), *((*heads, width) for width in (key_dim, value_dim, CHUNK))
-        mixed, w, u, scores = (torch.empty(size, dtype=dtype, device=device) for size in sizes)
-        return cls(mixed, w, u, scores, torch.empty(heads, dtype=torch.float32, device=device))
+        keys, values, each = heads.keys, heads.values, (num_chunks, heads.value_heads)
+        mixed = num_chunks, CHUNK * (2 * heads.key_heads * keys + heads.value_heads * values)
+        sizes = mixed, *((*each, *of) for of in ((CHUNK, keys), (values, CHUNK), (CHUNK, CHUNK), (values, keys)))
+        of_model = (torch.empty(size, dtype=dtype, device=device) for size in sizes)
+        return cls(*of_model, *(torch.empty((*each, CHUNK), dtype=torch.float32, device=device) for _ in range(2)))
+
+
+def most_chunks(num_tokens: int, num_sequences: int) -> int:
+    """Of a forward. Each sequence may have a chunk that is not full, and two more of those before snapshots."""
+    return num_tokens // CHUNK + 3 * min(num_sequences, num_tokens)

@@ -11,27 +11,31 @@ from tests.support.hopper import SHARED_BYTES, taken, told_by
 pytestmark = pytest.mark.long
 
 HEADS = {"KEY_HEADS": 16, "VALUE_HEADS": 32, "KEY_DIM": 128, "VALUE_DIM": 128, "PDL": True}
+CHANNELS = {"TAIL": 3, "QUERY_AT": 0, "KEY_AT": 2048, "VALUE_AT": 4096}
 I32, F32 = "*i32", "*fp32"
-KERNELS = {"_step_conv", "_step_rule", "_run_conv", "_run_rule", "_conv_chunks", "_solve_chunks", "_scan_chunks"}
+KERNELS = {"_step_conv", "_step_rule", "_run_conv", "_run_rule"}
+KERNELS |= {"conv_chunks", "solve_chunks", "scan_chunks", "read_chunks"}
 MOST_REGISTERS = 255  # of a thread; more are kept in memory
 
 
 def compile_all(dtype: str) -> dict[str, tuple[int, int]]:
     """Registers of a thread and bytes of shared memory of a program of each kernel. dtype: of the model."""
-    from tandem.cache.kernels.delta import chunks, runs, steps
+    from tandem.cache.kernels.delta import chunk_rows, chunks, convolution, runs, scan, solve, steps
 
-    tables = dict.fromkeys(("pages", "behind", "kept", "tokens", "preceding", "sequences", "pieces", "chunks"), I32)
-    floats = dict.fromkeys(("pool", "log_decay", "beta", "kept_decay", "kept_beta", "totals"), F32) | dict.fromkeys(
-        ("scale", "eps"), "fp32"
+    tables = dict.fromkeys(("pages", "behind", "kept", "tokens", "preceding", "sequences", "chunks"), I32)
+    floats = dict.fromkeys(
+        ("pool", "log_decay", "beta", "kept_decay", "kept_beta", "since", "until"), F32
+    ) | dict.fromkeys(("scale", "eps"), "fp32")
+    of_model = dict.fromkeys(
+        ("mixed", "conv", "output", "w", "added", "scores", "states", "raw", "kept_raw"), f"*{dtype}"
     )
-    of_model = dict.fromkeys(("mixed", "conv", "output", "w", "u", "scores", "raw", "kept_raw"), f"*{dtype}")
     counts = dict.fromkeys(("num_rows", "first_layer", "channel_layer", "rate_layer"), "i32")
     types: dict[str, str] = {**tables, **floats, **of_model, **counts}
-    chunked = {**HEADS, "TAIL": 3, "CHUNK": 64, "CHUNK_FIELDS": chunks.CHUNK_FIELDS}
-    chunked |= {"SEQUENCE_FIELDS": chunks.SEQUENCE_FIELDS, "PIECE_FIELDS": chunks.PIECE_FIELDS}
-    tiling = chunks.FLOATS if dtype == "fp32" else chunks.HALVES
-    precise, options = {"PRECISION": tiling.precision}, {"num_warps": tiling.warps, "num_stages": tiling.stages}
-    state = 3 * 8192
+    tiling, state = chunks.FLOATS if dtype == "fp32" else chunks.HALVES, 3 * 8192
+    chunked = {**HEADS, **CHANNELS, "CHUNK": 64, "KEYS": 128, "VALUES": 128, "STATE": state, "BLOCK": chunks.BLOCK}
+    chunked |= {"CHUNK_FIELDS": chunk_rows.CHUNK_FIELDS, "SEQUENCE_FIELDS": chunk_rows.SEQUENCE_FIELDS}
+    chunked |= {"PRECISION": tiling.precision}
+    options = {"num_warps": tiling.warps}
     fixed: dict[str, tuple[Any, dict[str, Any], dict[str, int]]] = {
         "_step_conv": (
             steps._step_conv,
@@ -50,21 +54,18 @@ def compile_all(dtype: str) -> dict[str, tuple[int, int]]:
         ),
         "_run_rule": (
             runs._run_rule,
-            {**HEADS, "STATE": state, "TAIL": 3, "KEYS": 128, "WIDTH": 128, "VALUES": steps.VALUES}
+            {**HEADS, **CHANNELS, "STATE": state, "KEYS": 128, "WIDTH": 128, "VALUES": steps.VALUES}
             | {"ROWS": 64, "FINDS": True},
             {},
         ),
-        "_conv_chunks": (chunks._conv_chunks, {**chunked, "WIDTH": 128, "ROWS": chunks.ROWS}, {}),
-        "_solve_chunks": (
-            chunks._solve_chunks,
-            {**chunked, **precise, "KEYS": 128, "VALUES": 128, "WIDTH": tiling.width, "BLOCK": chunks.BLOCK},
-            options,
+        "conv_chunks": (convolution.conv_chunks, {**chunked, "WIDTH": 128, "ROWS": tiling.rows}, {}),
+        "solve_chunks": (solve.solve_chunks, {**chunked, "WIDTH": tiling.solved}, options),
+        "scan_chunks": (
+            scan.scan_chunks,
+            {**chunked, "WIDTH": tiling.scanned},
+            {**options, "num_stages": tiling.stages},
         ),
-        "_scan_chunks": (
-            chunks._scan_chunks,
-            {**chunked, **precise, "STATE": state, "KEYS": 128, "VALUES": tiling.values},
-            options,
-        ),
+        "read_chunks": (scan.read_chunks, {**chunked, "WIDTH": tiling.read}, options),
     }
     found = {}
     for name, (kernel, values, launch) in fixed.items():

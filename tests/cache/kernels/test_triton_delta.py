@@ -15,8 +15,10 @@ pytest.importorskip("triton")
 
 from tandem.cache.attention.states import look_up_states
 from tandem.cache.kernels.base import DeviceTables, GroupPlan, Limits
-from tandem.cache.kernels.delta.chunks import BLOCK, Cuts, invert_unit_lower, lay_out_chunks
+from tandem.cache.kernels.delta.chunk_rows import Cuts, lay_out_chunks
+from tandem.cache.kernels.delta.chunks import BLOCK
 from tandem.cache.kernels.delta.kernels import DeltaRuns, TritonDeltaKernels
+from tandem.cache.kernels.delta.solve import invert_unit_lower
 from tandem.cache.kernels.recurrent import DeltaShape, RecurrentInputs
 from tandem.cache.kernels.torch.delta_rule import CHUNK
 from tandem.cache.kernels.torch.recurrent import TorchStateKernels
@@ -262,17 +264,16 @@ def test_entries_are_read_whole() -> None:
 def test_chunks_of_unlike_sequences() -> None:
     pages, behind, begins, ends = np.array([[7, 3], [1, 0], [2, 67], [67, 195]])
     cuts = Cuts(*np.array([[0, 0, 1, 1], [2 + 16, 67, 67 + 64, 67 + 80], [5, 9, 0, 8]]))
-    sequences, pieces, chunks = lay_out_chunks(pages, behind, begins, ends, cuts)
+    sequences, chunks = lay_out_chunks(pages, behind, begins, ends, cuts)
     assert sequences.tolist() == [[7, 1, 2, 67, 0, 2], [3, 0, 67, 195, 2, 5]]
-    assert pieces.tolist() == [[2, 18, 5], [18, 67, 9], [67, 131, 0], [131, 147, 8], [147, 195, -1]]
-    assert chunks.tolist() == [[of, *piece] for of, piece in zip([0, 0, 1, 1, 1], pieces.tolist(), strict=True)]
+    of_first, of_second = [[2, 18, 5], [18, 67, 9]], [[67, 131, 0], [131, 147, 8], [147, 195, -1]]
+    assert chunks.tolist() == [[0, *one] for one in of_first] + [[1, *one] for one in of_second]
 
 
 def test_sequences_without_snapshots_are_cut_by_chunks_alone() -> None:
     pages, behind, begins, ends = np.array([[7, 3], [1, 0], [2, 67], [67, 195]])
-    sequences, pieces, chunks = lay_out_chunks(pages, behind, begins, ends, Cuts(*np.empty((3, 0), np.int64)))
-    assert sequences[:, 4:].tolist() == [[0, 1], [1, 2]]
-    assert pieces.tolist() == [[2, 67, -1], [67, 195, -1]]
+    sequences, chunks = lay_out_chunks(pages, behind, begins, ends, Cuts(*np.empty((3, 0), np.int64)))
+    assert sequences[:, 4:].tolist() == [[0, 2], [2, 4]]
     assert chunks.tolist() == [[0, 2, 66, -1], [0, 66, 67, -1], [1, 67, 131, -1], [1, 131, 195, -1]]
 
 

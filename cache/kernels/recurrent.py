@@ -26,6 +26,9 @@ class StateShape(ABC):
     divisor: ClassVar[tuple[str, str]]
     """Two fields, of which the first divides the second: heads of the one serve several of the other."""
 
+    sides: ClassVar[tuple[str, str]]
+    """Two fields, the rows and columns of a state."""
+
     @property
     @abstractmethod
     def channel_parts(self) -> HeadParts:
@@ -109,6 +112,7 @@ class DeltaShape(StateShape):
     value_dim: int
 
     divisor = "key_heads", "value_heads"
+    sides = "key_dim", "value_dim"
 
     @property
     def channel_parts(self) -> HeadParts:
@@ -145,6 +149,7 @@ class SsdShape(StateShape):
     state_size: int
 
     divisor = "groups", "num_heads"
+    sides = "head_dim", "state_size"
 
     @property
     def channel_parts(self) -> HeadParts:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from tandem.cache.kernels.base import AttentionBackend
-from tandem.cache.kernels.recurrent import DeltaShape, RecurrentInputs, StateShape
+from tandem.cache.kernels.recurrent import KdaShape, RecurrentInputs, StateShape
 from tandem.cache.kernels.torch.recurrent import TorchStateKernels
 from tandem.cache.kinds.kind import ServedKind, Site
 from tandem.cache.kinds.tensors import check_tensor
@@ -77,7 +77,6 @@ class Recurrent(ServedKind):
         self.check_gpu(site.index, site.layout, None)
         from tandem.cache.kernels.delta.kernels import TritonDeltaKernels  # triton may be missing elsewhere
 
-        assert isinstance(self.shape, DeltaShape), "check_gpu() has seen to it"
         return TritonDeltaKernels(site.pool, self.shape)
 
     def check_inputs(self, num_tokens: int, x: RecurrentInputs, site: Site) -> None:
@@ -94,14 +93,14 @@ class Recurrent(ServedKind):
                 check_tensor(name, tensor, shape, dtype, site.device)
 
     def check_gpu(self, index: int, layout: KVLayout, heads: LatentHeads | None) -> None:
-        if type(self.shape) is not DeltaShape:
-            raise InvalidArgument(
-                f"layers {list(layout.groups[index].layers)} keep states by the rule of {type(self.shape).__name__}; "
-                "on a GPU those of a gated delta rule are accepted, on the device cpu all"
-            )
-        for name in ("key_dim", "value_dim"):
-            if getattr(self.shape, name) > MOST_GPU_DIM:
+        sizes = asdict(self.shape)
+        for name in self.shape.sides:
+            if sizes[name] > MOST_GPU_DIM:
                 raise InvalidArgument(
-                    f"{name} of group {index} is {getattr(self.shape, name)}; on a GPU at most {MOST_GPU_DIM} is "
-                    "accepted"
+                    f"{name} of group {index} is {sizes[name]}; on a GPU at most {MOST_GPU_DIM} is accepted"
                 )
+        if isinstance(self.shape, KdaShape) and self.shape.key_heads != self.shape.value_heads:
+            raise InvalidArgument(
+                f"key_heads of group {index} is {self.shape.key_heads}; on a GPU, where rows of states decay by "
+                f"themselves, value_heads, {self.shape.value_heads}, is accepted"
+            )

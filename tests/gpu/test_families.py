@@ -16,7 +16,7 @@ from tandem.cluster.supervision.process_settings import worker_configs
 from tests.gpu.pe_process import NEEDS_NVSHMEM, PeProcess, pe_processes, together
 from tests.gpu.worker_pair import each, form
 from tests.gpu.worker_process import WorkerPe
-from tests.support.checkpoints import COMMON, KEEP_STATES, ON_GPUS, make_model, sizes_on_gpu
+from tests.support.checkpoints import COMMON, FAMILIES, KEEP_STATES, make_model, sizes_on_gpu
 from tests.support.client_requests import GREEDY, complete_all, complete_all_updates, tokens_of
 from tests.support.island import running_gateway
 from tests.support.oracle import greedy_all, in_its_precision, load_oracle, random_prompt
@@ -80,7 +80,7 @@ def running_workers(
 DRAFTED = ["qwen3", "gpt_oss", "deepseek_v3", "deepseek_v32", "deepseek_v4", "llama4", "qwen3_next", "qwen3_5"]
 
 
-@pytest.mark.parametrize("family", ON_GPUS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_equal_transformers_in_float32(family: str, processes: list[PeProcess], tmp_path: Path) -> None:
     make_model(family).save_pretrained(tmp_path)
     expected = greedy_all(load_oracle(tmp_path, device="cuda"), PROMPTS, OUTPUT)
@@ -88,7 +88,7 @@ def test_tokens_equal_transformers_in_float32(family: str, processes: list[PePro
         assert complete_all(address, PROMPTS, max_tokens=OUTPUT, **GREEDY) == expected
 
 
-@pytest.mark.parametrize("family", [family for family in KEEP_STATES if family in ON_GPUS])
+@pytest.mark.parametrize("family", KEEP_STATES)
 def test_prompts_go_on_from_snapshots_of_states(family: str, processes: list[PeProcess], tmp_path: Path) -> None:
     """Each 32 positions, and at the last full page of a prompt."""
     make_model(family).save_pretrained(tmp_path)
@@ -107,7 +107,7 @@ def test_prompts_go_on_from_snapshots_of_states(family: str, processes: list[PeP
             assert usage.cached_tokens == cached
 
 
-@pytest.mark.parametrize("family", ON_GPUS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_logprobs_in_bfloat16_are_as_near_to_float32_as_those_of_transformers(
     family: str, processes: list[PeProcess], tmp_path: Path
 ) -> None:

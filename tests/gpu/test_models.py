@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.support.cached_model import CachedModel
-from tests.support.checkpoints import CHOOSE_POSITIONS, ON_GPUS, make_model, sizes_on_gpu
+from tests.support.checkpoints import CHOOSE_POSITIONS, FAMILIES, make_model, sizes_on_gpu
 from tests.support.oracle import greedy, in_its_precision, load_oracle, random_prompt
 
 pytestmark = [
@@ -38,7 +38,7 @@ def chunks(prompts: dict[int, list[int]]) -> list[dict[int, list[int]]]:
     return steps
 
 
-@pytest.mark.parametrize("family", ON_GPUS)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_float32_tokens_equal_transformers(family: str, tmp_path: Path) -> None:
     make_model(family).save_pretrained(tmp_path)
     oracle = load_oracle(tmp_path, device="cuda")
@@ -56,7 +56,7 @@ def test_float32_tokens_equal_transformers(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("family", [*ON_GPUS, "phi3-head-dim"])
+@pytest.mark.parametrize("family", [*FAMILIES, "phi3-head-dim"])
 def test_half_precision_logits_are_as_near_to_float32_as_those_of_transformers(
     family: str, dtype: str, tmp_path: Path
 ) -> None:

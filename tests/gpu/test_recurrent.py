@@ -14,14 +14,14 @@ from torch import Tensor
 from tandem.cache.attention.states import look_up_states
 from tandem.cache.kernels.base import DeviceTables, GroupPlan, Limits
 from tandem.cache.kernels.delta.kernels import DeltaRuns, DeltaSteps, TritonDeltaKernels
-from tandem.cache.kernels.recurrent import DeltaShape, RecurrentInputs
+from tandem.cache.kernels.recurrent import DeltaShape, KdaShape, RecurrentInputs, SsdShape, StateShape
 from tandem.cache.kernels.torch.recurrent import TorchStateKernels
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.pool_sizes import SnapshotRule
 from tandem.cache.plan.tables import PageTables, StateWrites, TokenLayout, lay_out_tokens, look_up_pages
 from tests.gpu.test_steps import DRAWN, FLOAT16_LOGPROB, GREEDY, PROGRAM, assert_graphs_go_on
 from tests.support.cached_model import CachedModel
-from tests.support.checkpoints import KEEP_STATES, ON_GPUS, make_model, sizes_on_gpu
+from tests.support.checkpoints import KEEP_STATES, make_model, sizes_on_gpu
 from tests.support.oracle import greedy_all, load_oracle, random_prompt
 
 pytestmark = [
@@ -30,7 +30,15 @@ pytestmark = [
     pytest.mark.timeout(600),
 ]
 NEXT = DeltaShape(key_heads=16, value_heads=32, key_dim=128, value_dim=128, tail=3)
-SHAPES = {"Qwen3-Next": NEXT, "odd": DeltaShape(key_heads=2, value_heads=6, key_dim=12, value_dim=20, tail=2)}
+SHAPES = {
+    "Qwen3-Next": NEXT,
+    "odd": DeltaShape(key_heads=2, value_heads=6, key_dim=12, value_dim=20, tail=2),
+    "Kimi Linear": KdaShape(key_heads=32, value_heads=32, key_dim=128, value_dim=128, tail=3),
+    "odd KDA": KdaShape(key_heads=6, value_heads=6, key_dim=12, value_dim=20, tail=2),
+    "Nemotron-H": SsdShape(num_heads=128, groups=8, head_dim=64, state_size=128, tail=3),
+    "Nemotron Nano": SsdShape(num_heads=128, groups=8, head_dim=80, state_size=128, tail=3),
+    "odd Mamba-2": SsdShape(num_heads=6, groups=2, head_dim=20, state_size=12, tail=2),
+}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LAYERS, LAYER, PAGES, ROWS, STEPS = 2, 1, 12, 8, 3
 # Of each forward the new tokens of sequences: prompts, single tokens beside chunks, and borders of chunks.
@@ -49,7 +57,7 @@ CUT_AT = (1, 63, 64, 65)
 class Both:
     """The reference in float32 on the CPU, and Triton's kernels, over pools full of NaN, given the same numbers."""
 
-    def __init__(self, shape: DeltaShape, dtype: torch.dtype) -> None:
+    def __init__(self, shape: StateShape, dtype: torch.dtype) -> None:
         pool = torch.full((PAGES, LAYERS, 1, 1, 1, shape.numbers), torch.nan)
         self.shape, self.dtype = shape, dtype
         self.reference, self.kernels = TorchStateKernels(pool, shape), TritonDeltaKernels(pool.cuda(), shape)
@@ -80,8 +88,14 @@ class Both:
             return torch.randn(size, generator=generator, device="cuda")
 
         mixed = numbers(num_tokens, shape.channels) + numbers(shape.channels) * 0.5
-        conv, rates = numbers(shape.channels, shape.tail + 1) * 0.5, numbers(2, num_tokens, shape.value_heads)
-        return RecurrentInputs(mixed.to(self.dtype), conv.to(self.dtype), -0.2 * rates[0].abs(), rates[1].sigmoid())
+        conv, bias, skip = numbers(shape.channels, shape.tail + 1) * 0.5, None, None
+        log_decay, strength = (
+            -0.2 * numbers(num_tokens, *shape.decays).abs(),
+            numbers(num_tokens, shape.heads).sigmoid(),
+        )
+        if isinstance(shape, SsdShape):
+            bias, skip = numbers(shape.channels).to(self.dtype), numbers(shape.heads)
+        return RecurrentInputs(mixed.to(self.dtype), conv.to(self.dtype), log_decay, strength, bias, skip)
 
     def expected(self, tokens: TokenLayout, tables: PageTables, x: RecurrentInputs) -> Tensor:
         return self.expected_of((x,), tokens, tables, LAYER)[0]
@@ -91,7 +105,7 @@ class Both:
     ) -> list[Tensor]:
         """Of layers from `first` on, in one forward."""
         plan = GroupPlan(self.reference.plan(tokens, tables), None)
-        exact = (RecurrentInputs(*(numbers.float().cpu() for numbers in x[:4])) for x in layers)
+        exact = (RecurrentInputs(*(None if one is None else one.float().cpu() for one in x)) for x in layers)  # type: ignore[arg-type]
         return [self.reference.run(plan, layer, x) for layer, x in enumerate(exact, first)]
 
     def check(self, found: Tensor, expected: Tensor) -> None:
@@ -110,7 +124,7 @@ class Both:
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 @torch.inference_mode()
-def test_forwards_equal_the_reference(shape: DeltaShape, dtype: torch.dtype) -> None:
+def test_forwards_equal_the_reference(shape: StateShape, dtype: torch.dtype) -> None:
     both = Both(shape, dtype)
     for seed, (counts, snapshots) in enumerate(zip(FORWARDS, SNAPSHOTS, strict=True)):
         tokens, tables = both.lay_out(counts, snapshots)
@@ -123,7 +137,7 @@ def test_forwards_equal_the_reference(shape: DeltaShape, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 @torch.inference_mode()
-def test_a_graph_computes_steps_of_any_rows(shape: DeltaShape, dtype: torch.dtype) -> None:
+def test_a_graph_computes_steps_of_any_rows(shape: StateShape, dtype: torch.dtype) -> None:
     """Captured once, with rows of padding in most steps, and with rows that leave snapshots. The graph computes three
     steps one behind the other, so that a kernel may begin while the step before still runs."""
     both = Both(shape, dtype)
@@ -141,8 +155,7 @@ def test_a_graph_computes_steps_of_any_rows(shape: DeltaShape, dtype: torch.dtyp
         rows = [row for row in range(ROWS) if (row + seed) % 3 or seed % 2]
         tables, wanted = None, []
         for place, numbers in zip(places, (both.draw(ROWS, seed + 100 * step) for step in range(STEPS)), strict=True):
-            for target, source in zip(place[:4], numbers[:4], strict=True):
-                target.copy_(source)
+            copy_inputs(numbers, place)
             first = numbers.of(slice(len(rows)))
             tokens, tables = both.lay_out(dict.fromkeys(rows, 1), dict.fromkeys(rows[: seed % 4], 1))
             wanted.append(both.expected(tokens, tables, first))
@@ -161,7 +174,7 @@ def test_a_graph_computes_steps_of_any_rows(shape: DeltaShape, dtype: torch.dtyp
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES.keys())
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 @torch.inference_mode()
-def test_a_graph_computes_verify_steps_that_are_taken_back(shape: DeltaShape, dtype: torch.dtype) -> None:
+def test_a_graph_computes_verify_steps_that_are_taken_back(shape: StateShape, dtype: torch.dtype) -> None:
     """All layers of up to six tokens of each of four sequences, of which any number holds. The first leaves snapshots,
     and in every other step the last one has no part."""
     both, sequences = Both(shape, dtype), 4
@@ -188,8 +201,7 @@ def test_a_graph_computes_verify_steps_that_are_taken_back(shape: DeltaShape, dt
         total, apart, writes = int(tokens.qo_indptr[-1]), tokens.apart(), tables.writes.apart(tokens)
         layers = [both.draw(size, 100 * seed + layer) for layer in range(LAYERS)]
         for place, x in zip(places, layers, strict=True):
-            for target, source in zip(place[:4], x[:4], strict=True):
-                target.copy_(source)
+            copy_inputs(x, place)
         assert apart.preceding is not None
         for table, padding, numbers in (
             (slots, -1, pages[tokens.owners]),
@@ -216,6 +228,13 @@ def test_a_graph_computes_verify_steps_that_are_taken_back(shape: DeltaShape, dt
         both.check(both.kernels._pool.flatten(2)[written], both.reference._entries[written])
 
 
+def copy_inputs(source: RecurrentInputs, target: RecurrentInputs) -> None:
+    for of_source, of_target in zip(source, target, strict=True):
+        if of_source is not None:
+            assert of_target is not None
+            of_target.copy_(of_source)
+
+
 def capture(
     own: DeltaSteps | DeltaRuns, places: Sequence[RecurrentInputs], layers: Sequence[int] | None = None
 ) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
@@ -233,7 +252,7 @@ def capture(
     return graph, outputs
 
 
-@pytest.mark.parametrize("family", [family for family in KEEP_STATES if family in ON_GPUS])
+@pytest.mark.parametrize("family", KEEP_STATES)
 def test_float32_tokens_equal_transformers_wherever_prompts_are_cut(family: str, tmp_path: Path) -> None:
     """Of prompts that end around a chunk; then all are stepped at once."""
     make_model(family).save_pretrained(tmp_path)
@@ -251,7 +270,7 @@ def test_float32_tokens_equal_transformers_wherever_prompts_are_cut(family: str,
     assert made == expected
 
 
-@pytest.mark.parametrize("family", [family for family in KEEP_STATES if family in ON_GPUS])
+@pytest.mark.parametrize("family", KEEP_STATES)
 def test_float32_tokens_equal_transformers_from_snapshots(family: str, tmp_path: Path) -> None:
     """Behind prefixes, a fork and a pop that end at one: within a prompt, and behind a step."""
     make_model(family).save_pretrained(tmp_path)
@@ -273,7 +292,7 @@ def test_float32_tokens_equal_transformers_from_snapshots(family: str, tmp_path:
     assert model.generate(0, model.feed(0, texts[1], []), 12) == expected[1]
 
 
-@pytest.mark.parametrize("family", [family for family in KEEP_STATES if family in ON_GPUS])
+@pytest.mark.parametrize("family", KEEP_STATES)
 def test_a_models_graphs_go_on_as_its_eager_steps(family: str, tmp_path: Path) -> None:
     make_model(family, **sizes_on_gpu(family)).save_pretrained(tmp_path)
     for params in (GREEDY, DRAWN):

@@ -435,10 +435,8 @@ def make_model(case: str, seed: int = 0, **changes: Any) -> "PreTrainedModel":
 
 
 ADD_ONE = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
-CPU_ONLY = ("kimi_linear", "nemotron_h")
-KEEP_STATES = (*ADD_ONE, *CPU_ONLY)
-"""Families with recurrent layers. GPUs serve those that are not in CPU_ONLY."""
-ON_GPUS = [family for family in FAMILIES if family not in CPU_ONLY]
+KEEP_STATES = (*ADD_ONE, "kimi_linear", "nemotron_h")
+"""Families with recurrent layers."""
 CHOOSE_POSITIONS = ("deepseek_v32", "glm_moe_dsa")
 """Families whose tokens attend to positions that an index chooses."""
 
@@ -447,6 +445,9 @@ def sizes_on_gpu(family: str) -> dict[str, int]:
     """Changes that make a model one that the kernels for 16 bits on a GPU serve."""
     if family == "deepseek_v4":
         return {"head_dim": 64, "hidden_size": 256}
+    if family == "kimi_linear":
+        latents = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+        return {**latents, "hidden_size": 256}
     if family.startswith("deepseek") or family in ("glm4_moe_lite", "glm_moe_dsa"):
         # transformers takes the width of RoPE from head_dim in V3, from qk_rope_head_dim in V2.
         rotated = {"qk_rope_head_dim": 64, "head_dim": 64}

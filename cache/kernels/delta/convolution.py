@@ -9,11 +9,11 @@ from tandem.cache.kernels.delta.steps import silu_rounded
 
 @triton.jit
 def conv_chunks(
-    mixed, conv, output, pool, sequences, chunks, mixed_token, page_elements, layer_elements, eps,
+    mixed, conv, bias, output, pool, sequences, chunks, mixed_token, page_elements, layer_elements, eps,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    TAIL: tl.constexpr, QUERY_AT: tl.constexpr, KEY_AT: tl.constexpr, VALUE_AT: tl.constexpr, CHUNK: tl.constexpr,
-    KEYS: tl.constexpr, VALUES: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, CHUNK_FIELDS: tl.constexpr,
-    SEQUENCE_FIELDS: tl.constexpr, PDL: tl.constexpr,
+    TAIL: tl.constexpr, QUERY_AT: tl.constexpr, KEY_AT: tl.constexpr, VALUE_AT: tl.constexpr, IS_DELTA: tl.constexpr,
+    BY_ROW: tl.constexpr, CHUNK: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, WIDTH: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK_FIELDS: tl.constexpr, SEQUENCE_FIELDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program has a head of q, k or v of a chunk. Tails stay as they are: other chunks read them, too. That of a
     snapshot behind the chunk is written. WIDTH: the larger of KEYS and VALUES."""
@@ -54,16 +54,36 @@ def conv_chunks(
                 held = tl.load(tail + (source - first + TAIL)[:, None] * channels, mask=old, other=0.0)
                 weight = tl.load(conv + channel * (TAIL + 1) + tap, mask=there, other=0.0).to(tl.float32)
                 total += held * weight[None, :]
+        if bias is not None:
+            total += tl.load(bias + channel, mask=there, other=0.0).to(tl.float32)[None, :]
         active = silu_rounded(total, dtype).to(tl.float32)
-        length = tl.where(of_keys, 1.0 / tl.sqrt(tl.sum(active * active, 1) + eps), 1.0)
-        places = target + row[:, None] * padded + column[None, :]
-        found = tl.where(inside, active * length[:, None], 0.0)
-        tl.store(places, found.to(dtype), mask=(column < padded)[None, :])
+        if IS_DELTA:
+            active *= tl.where(of_keys, 1.0 / tl.sqrt(tl.sum(active * active, 1) + eps), 1.0)[:, None]
+        found = tl.where(inside, active, 0.0).to(dtype)
+        tl.store(target + row[:, None] * padded + column[None, :], found, mask=(column < padded)[None, :])
     kept = tl.load(chunk + 3)
     if kept >= 0:
         last, own = mixed + end.to(tl.int64) * mixed_token, pool + page * page_elements + layer_elements
         snapshot = pool + kept.to(tl.int64) * page_elements + layer_elements
         _move_tail(last, mixed_token, own, snapshot, lead, width, end - first, behind > 0, channels, TAIL, WIDTH)
+
+
+@triton.jit
+def move_tails_behind(
+    which, raw, raw_token, pool, page_elements, layer_elements, sequences, chunks, head,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    TAIL: tl.constexpr, QUERY_AT: tl.constexpr, KEY_AT: tl.constexpr, VALUE_AT: tl.constexpr, KEYS: tl.constexpr,
+    VALUES: tl.constexpr, CHUNK_FIELDS: tl.constexpr, SEQUENCE_FIELDS: tl.constexpr,
+):  # fmt: skip
+    """Of a chunk that ends its sequence: see move_tails. All convolutions are there."""
+    chunk = chunks + which * CHUNK_FIELDS
+    sequence, end = sequences + tl.load(chunk) * SEQUENCE_FIELDS, tl.load(chunk + 2)
+    if end == tl.load(sequence + 3):
+        tail = pool + tl.load(sequence).to(tl.int64) * page_elements + layer_elements
+        count, behind = end - tl.load(sequence + 2), tl.load(sequence + 1) > 0
+        last = raw + end.to(tl.int64) * raw_token
+        move_tails(last, raw_token, tail, tail, head, count, behind, KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TAIL,
+                   QUERY_AT, KEY_AT, VALUE_AT, KEYS, VALUES)  # fmt: skip
 
 
 @triton.jit

@@ -1,14 +1,20 @@
 """How kernels find the heads of a recurrent state in what tokens give. Needs no Triton."""
 
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-from tandem.cache.kernels.recurrent import DeltaShape, StateShape
+from tandem.cache.kernels.recurrent import DeltaShape, KdaShape, SsdShape, StateShape
 
 LEAST = 32  # columns of a product: with 16, Triton 3.6's for 16 bits gave NaN on Hopper
 
 
 class Heads(NamedTuple):
-    """Sizes, and at which channels the queries, keys and values of all heads begin."""
+    """Sizes; at which channels the queries, keys and values of all heads begin; and the rule.
+
+    Of Mamba-2, C are queries, B keys and x values. is_delta: a token's value is first corrected by what its key reads,
+    and queries and keys have unit length. by_row: each row of a state, that of one key dimension, decays by itself.
+    """
 
     key_heads: int
     value_heads: int
@@ -18,17 +24,31 @@ class Heads(NamedTuple):
     query_at: int
     key_at: int
     value_at: int
+    is_delta: bool
+    by_row: bool
 
     @classmethod
     def of(cls, shape: StateShape) -> "Heads":
-        assert isinstance(shape, DeltaShape), "no other rule has kernels"
-        queries, keys = shape.key_heads * shape.key_dim, 2 * shape.key_heads * shape.key_dim
-        sizes = shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim, shape.tail
-        return cls(*sizes, 0, queries, keys)
+        return FINDERS[type(shape)](shape)
 
     @property
     def channels(self) -> int:
         return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def state_at(self) -> int:
+        """Where the states begin in an entry."""
+        return self.tail * self.channels
+
+    @property
+    def scale(self) -> float:
+        """Of queries."""
+        return self.key_dim**-0.5 if self.is_delta else 1.0
+
+    @property
+    def decays(self) -> int:
+        """Of a token, for all heads."""
+        return self.value_heads * (self.key_dim if self.by_row else 1)
 
     @property
     def keys(self) -> int:
@@ -43,3 +63,24 @@ class Heads(NamedTuple):
 
 def padded(dim: int) -> int:
     return max(1 << (dim - 1).bit_length(), LEAST)
+
+
+def _of_delta_rule(shape: DeltaShape) -> Heads:
+    sizes = shape.key_heads, shape.value_heads, shape.key_dim, shape.value_dim, shape.tail
+    keys = shape.key_heads * shape.key_dim
+    return Heads(*sizes, 0, keys, 2 * keys, is_delta=True, by_row=False)
+
+
+def _of_rows(shape: DeltaShape) -> Heads:
+    return _of_delta_rule(shape)._replace(by_row=True)
+
+
+def _of_duality(shape: SsdShape) -> Heads:
+    values, keys = shape.num_heads * shape.head_dim, shape.groups * shape.state_size
+    sizes = shape.groups, shape.num_heads, shape.state_size, shape.head_dim, shape.tail
+    return Heads(*sizes, values + keys, values, 0, is_delta=False, by_row=False)
+
+
+FINDERS: Mapping[type[StateShape], Callable[[Any], Heads]] = MappingProxyType(
+    {DeltaShape: _of_delta_rule, KdaShape: _of_rows, SsdShape: _of_duality}
+)

@@ -19,7 +19,7 @@ from tandem.cache.kernels.delta.chunk_rows import NO_PAGE, ChunkRows, Cuts, lay_
 from tandem.cache.kernels.delta.chunks import advance_states
 from tandem.cache.kernels.delta.runs import RunRows, Runs, again_rows
 from tandem.cache.kernels.delta.steps import StepRows, step_states
-from tandem.cache.kernels.recurrent import DeltaShape, RecurrentInputs
+from tandem.cache.kernels.recurrent import RecurrentInputs, StateShape
 from tandem.cache.kernels.upload import upload
 from tandem.cache.plan.arrays import Int32Array
 from tandem.cache.plan.tables import PageTables, TokenLayout
@@ -40,7 +40,7 @@ class TritonDeltaKernels(AttentionBackend[RecurrentInputs]):
 
     capabilities = Capabilities(trees=False, step_graphs=True, verify_graphs=True, shifts=False)
 
-    def __init__(self, pool: Tensor, shape: DeltaShape) -> None:
+    def __init__(self, pool: Tensor, shape: StateShape) -> None:
         super().__init__(pool)
         self._pool, self._shape = pool, shape
         self._drafted: Runs | None = None  # of the last forward with drafts
@@ -111,7 +111,7 @@ class TritonDeltaKernels(AttentionBackend[RecurrentInputs]):
         return entries, entries
 
     def _output(self, x: RecurrentInputs) -> Tensor:
-        shape = x.mixed.shape[0], self._shape.value_heads, self._shape.value_dim
+        shape = x.mixed.shape[0], self._shape.heads, self._shape.output_dim
         return torch.empty(shape, dtype=x.mixed.dtype, device=x.mixed.device)
 
 

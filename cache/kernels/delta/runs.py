@@ -6,6 +6,7 @@
 The first kernel runs before each second one, but not again: then the second one computes all layers at once.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,8 +19,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem.cache.kernels.delta.convolution import move_tails
 from tandem.cache.kernels.delta.heads import Heads
-from tandem.cache.kernels.delta.steps import CHANNELS, VALUES, silu_rounded
-from tandem.cache.kernels.recurrent import DeltaShape, RecurrentInputs
+from tandem.cache.kernels.delta.steps import CHANNELS, VALUES, place_in_state, silu_rounded
+from tandem.cache.kernels.recurrent import RecurrentInputs, StateShape
 from tandem.cache.kernels.torch.delta_rule import UNIT_EPS
 from tandem.cache.kernels.triton.dependent_launch import launch_options
 from tandem.cache.plan.arrays import Int64Array
@@ -36,7 +37,7 @@ class RunRows(NamedTuple):
 
 class KeptInputs(NamedTuple):
     """What n tokens gave to L layers: raw and mixed [L, n, channels], before and behind the convolution, in the dtype
-    of the model; log_decay and strength, float32 [L, n, value_heads]."""
+    of the model; log_decay [L, n, *decays] and strength [L, n, heads], float32."""
 
     raw: Tensor
     mixed: Tensor
@@ -45,12 +46,13 @@ class KeptInputs(NamedTuple):
 
     @classmethod
     def of(
-        cls, num_layers: int, num_tokens: int, shape: DeltaShape, dtype: torch.dtype, device: torch.device
+        cls, num_layers: int, num_tokens: int, shape: StateShape, dtype: torch.dtype, device: torch.device
     ) -> "KeptInputs":
         """Not filled."""
-        channels, heads = (num_layers, num_tokens, shape.channels), (num_layers, num_tokens, shape.value_heads)
-        raw, mixed = (torch.empty(channels, dtype=dtype, device=device) for _ in range(2))
-        return cls(raw, mixed, *(torch.empty(heads, dtype=torch.float32, device=device) for _ in range(2)))
+        each = num_layers, num_tokens
+        raw, mixed = (torch.empty((*each, shape.channels), dtype=dtype, device=device) for _ in range(2))
+        rates = ((*each, *shape.decays), (*each, shape.heads))
+        return cls(raw, mixed, *(torch.empty(size, dtype=torch.float32, device=device) for size in rates))
 
     def part(self, layers: slice, tokens: slice) -> "KeptInputs":
         return KeptInputs(*(numbers[layers, tokens] for numbers in self))
@@ -65,15 +67,15 @@ class Runs:
     begins: Int64Array
     kept: KeptInputs | None = None
 
-    def run(self, pool: Tensor, layer: int, x: RecurrentInputs, shape: DeltaShape, output: Tensor) -> None:
+    def run(self, pool: Tensor, layer: int, x: RecurrentInputs, shape: StateShape, output: Tensor) -> None:
         """See step_states, of tokens 0, 1, … in order."""
         if self.kept is None:
             self.kept = KeptInputs.of(pool.shape[1], x.mixed.shape[0], shape, x.mixed.dtype, pool.device)
         kept = self.kept.part(slice(layer, layer + 1), slice(None))
         _keep_inputs(pool, layer, x, shape, self.rows, kept)
-        _advance(pool, layer, kept, shape, self.rows, output)
+        _advance(pool, layer, kept, shape, self.rows, output, x.skip)
 
-    def run_again(self, pool: Tensor, sequence: int, count: int, shape: DeltaShape, rows: RunRows) -> None:
+    def run_again(self, pool: Tensor, sequence: int, count: int, shape: StateShape, rows: RunRows) -> None:
         """All layers of the first `count` tokens of a sequence, whose rows these are, without their outputs."""
         assert self.kept is not None, "the step comes first"
         begin = int(self.begins[sequence])
@@ -87,34 +89,41 @@ def again_rows(page: int, count: int) -> list[np.ndarray]:
 
 
 def _keep_inputs(
-    pool: Tensor, layer: int, x: RecurrentInputs, shape: DeltaShape, rows: RunRows, kept: KeptInputs
+    pool: Tensor, layer: int, x: RecurrentInputs, shape: StateShape, rows: RunRows, kept: KeptInputs
 ) -> None:
-    count = rows.pages.shape[0]
-    kernel: Any = _run_conv[(count * triton.cdiv(shape.channels, CHANNELS),)]
+    count, parts, decays = rows.pages.shape[0], triton.cdiv(shape.channels, CHANNELS), math.prod(shape.decays)
+    kernel: Any = _run_conv[(count * parts,)]
     kernel(
-        *(x.mixed, x.conv, x.log_decay, x.strength, *kept, pool, rows.pages, rows.behind, rows.preceding),
+        *(x.mixed, x.conv, x.conv_bias, x.log_decay, x.strength, *kept, pool),
+        *(rows.pages, rows.behind, rows.preceding),
         *(x.mixed.stride(0), x.log_decay.stride(0), x.strength.stride(0), pool.stride(0), layer * pool.stride(1)),
-        *(shape.channels, shape.tail + 1, CHANNELS, shape.value_heads, triton.next_power_of_2(shape.value_heads)),
+        *(shape.channels, shape.tail + 1, CHANNELS, decays, triton.next_power_of_2(triton.cdiv(decays, parts))),
+        *(shape.heads, triton.next_power_of_2(shape.heads)),
         **launch_options(pool.device),
     )
 
 
 def _advance(
-    pool: Tensor, layer: int, kept: KeptInputs, shape: DeltaShape, rows: RunRows, output: Tensor | None
+    pool: Tensor,
+    layer: int,
+    kept: KeptInputs,
+    shape: StateShape,
+    rows: RunRows,
+    output: Tensor | None,
+    skip: Tensor | None = None,
 ) -> None:
     """Layers from `layer` on, as many as `kept` has. output None: of the first token's sequence alone, whose page may
     be new: nothing is read before all earlier work is done."""
-    count = rows.pages.shape[0]
-    width = triton.next_power_of_2(shape.value_dim)
+    count, heads = rows.pages.shape[0], Heads.of(shape)
+    width = triton.next_power_of_2(heads.value_dim)
     block = min(VALUES, width)
     sequences = 1 if output is None else count
-    programs = sequences * shape.value_heads * triton.cdiv(shape.value_dim, block)
+    programs = sequences * heads.value_heads * triton.cdiv(heads.value_dim, block)
     kernel: Any = _run_rule[(programs, kept.raw.shape[0])]
     kernel(
-        *(*kept, output, pool, *rows, count, layer),
-        *(kept.raw.stride(0), kept.raw.stride(1), kept.log_decay.stride(0), pool.stride(0), pool.stride(1)),
-        *(shape.key_dim**-0.5, UNIT_EPS, shape.tail * shape.channels, *Heads.of(shape)),
-        *(triton.next_power_of_2(shape.key_dim), width, block),
+        *(*kept, skip, output, pool, *rows, count, layer, kept.raw.stride(0), kept.raw.stride(1)),
+        *(kept.log_decay.stride(0), kept.strength.stride(0), pool.stride(0), pool.stride(1)),
+        *(heads.scale, UNIT_EPS, heads.state_at, *heads, triton.next_power_of_2(heads.key_dim), width, block),
         *(triton.next_power_of_2(count), output is not None),
         **({"PDL": False} if output is None else launch_options(pool.device)),
     )
@@ -122,10 +131,10 @@ def _advance(
 
 @triton.jit
 def _run_conv(
-    mixed, conv, log_decay, beta, kept_raw, output, kept_decay, kept_beta, pool, pages, behind, preceding,
-    mixed_token, decay_token, beta_token, page_elements, layer_elements,
-    CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, HEADS: tl.constexpr, HEAD_BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    mixed, conv, bias, log_decay, strength, kept_raw, output, kept_decay, kept_strength, pool, pages, behind,
+    preceding, mixed_token, decay_token, strength_token, page_elements, layer_elements,
+    CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, DECAYS: tl.constexpr, DECAY_BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, HEAD_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Tails stay as they are: programs of other tokens read them, too."""
     if PDL:
@@ -151,21 +160,26 @@ def _run_conv(
         earlier = tl.load(line - back * mixed_token.to(tl.int64), mask=is_new, other=0.0).to(tl.float32)
         earlier += tl.load(tail + (tap + before) * CHANNELS, mask=is_held, other=0.0)
         total += earlier * tl.load(weights + tap, mask=there, other=0.0).to(tl.float32)
+    if bias is not None:
+        total += tl.load(bias + channel, mask=there, other=0.0).to(tl.float32)
     tl.store(output + token * CHANNELS + channel, silu_rounded(total, output.dtype.element_ty), mask=there)
+    one = part * DECAY_BLOCK + tl.arange(0, DECAY_BLOCK)
+    decay = tl.load(log_decay + token * decay_token + one, mask=one < DECAYS, other=0.0)
+    tl.store(kept_decay + token * DECAYS + one, decay, mask=one < DECAYS)
     if part == 0:
         head = tl.arange(0, HEAD_BLOCK)
-        decay = tl.load(log_decay + token * decay_token + head, mask=head < HEADS, other=0.0)
-        tl.store(kept_decay + token * HEADS + head, decay, mask=head < HEADS)
-        rate = tl.load(beta + token * beta_token + head, mask=head < HEADS, other=0.0)
-        tl.store(kept_beta + token * HEADS + head, rate, mask=head < HEADS)
+        rate = tl.load(strength + token * strength_token + head, mask=head < HEADS, other=0.0)
+        tl.store(kept_strength + token * HEADS + head, rate, mask=head < HEADS)
 
 
 @triton.jit
 def _run_rule(
-    raw, mixed, log_decay, beta, output, pool, pages, behind, kept, preceding, num_rows, first_layer,
-    channel_layer, channel_token, rate_layer, page_elements, layer_elements, scale, eps,
-    STATE: tl.constexpr, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, TAIL: tl.constexpr, QUERY_AT: tl.constexpr, KEY_AT: tl.constexpr, VALUE_AT: tl.constexpr,
+    raw, mixed, log_decay, strength, skip, output, pool, pages, behind, kept, preceding, num_rows, first_layer,
+    channel_layer, channel_token, decay_layer, strength_layer, page_elements, layer_elements, scale, eps,
+    STATE: tl.constexpr,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    TAIL: tl.constexpr, QUERY_AT: tl.constexpr, KEY_AT: tl.constexpr, VALUE_AT: tl.constexpr, IS_DELTA: tl.constexpr,
+    BY_ROW: tl.constexpr,
     KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr, FINDS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -182,30 +196,40 @@ def _run_rule(
     is_behind = (page >= 0) & (tl.load(behind + row) > 0)
     layers = pool + (first_layer + layer) * layer_elements
     tail = layers + tl.maximum(page, 0).to(tl.int64) * page_elements
-    place = STATE + head * (KEY_DIM * VALUE_DIM) + key[:, None] * VALUE_DIM + value[None, :]
+    place = place_in_state(key[:, None], value[None, :], KEY_DIM, VALUE_DIM, IS_DELTA)
+    place += STATE + head * (KEY_DIM * VALUE_DIM)
     in_value = (value < VALUE_DIM)[None, :]
     state = tl.load(tail + place, mask=(key < tl.where(is_behind, KEY_DIM, 0))[:, None] & in_value, other=0.0)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
     raw += layer * channel_layer
-    mixed += layer * channel_layer + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM
-    log_decay += layer * rate_layer + head
-    beta += layer * rate_layer + head
-    of_values = KEY_HEADS * KEY_DIM * 2 + head * VALUE_DIM - head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM
+    mixed += layer * channel_layer
+    decays: tl.constexpr = VALUE_HEADS * (KEY_DIM if BY_ROW else 1)
+    log_decay += layer * decay_layer + head * (KEY_DIM if BY_ROW else 1)
+    strength += layer * strength_layer + head
+    of_key = head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + key
     for at in range(0, count):  # pyright: ignore[reportArgumentType]
         token = (row + at).to(tl.int64)
         line = mixed + token * channel_token
-        query = tl.load(line + key, mask=key < KEY_DIM, other=0.0).to(tl.float32)
-        keys = tl.load(line + KEY_HEADS * KEY_DIM + key, mask=key < KEY_DIM, other=0.0).to(tl.float32)
-        values = tl.load(line + of_values + value, mask=value < VALUE_DIM, other=0.0).to(tl.float32)
-        query *= scale / tl.sqrt(tl.sum(query * query, 0) + eps)
-        keys *= 1.0 / tl.sqrt(tl.sum(keys * keys, 0) + eps)
-        state *= tl.exp(tl.load(log_decay + token * VALUE_HEADS))
-        known = tl.sum(state * keys[:, None], 0)
-        state += keys[:, None] * ((values - known) * tl.load(beta + token * VALUE_HEADS))[None, :]
+        query = tl.load(line + QUERY_AT + of_key, mask=key < KEY_DIM, other=0.0).to(tl.float32)
+        keys = tl.load(line + KEY_AT + of_key, mask=key < KEY_DIM, other=0.0).to(tl.float32)
+        values = tl.load(line + VALUE_AT + head * VALUE_DIM + value, mask=value < VALUE_DIM, other=0.0).to(tl.float32)
+        if BY_ROW:
+            state *= tl.exp(tl.load(log_decay + token * decays + key, mask=key < KEY_DIM, other=0.0))[:, None]
+        else:
+            state *= tl.exp(tl.load(log_decay + token * decays))
+        delta = values
+        if IS_DELTA:
+            query *= scale / tl.sqrt(tl.sum(query * query, 0) + eps)
+            keys *= 1.0 / tl.sqrt(tl.sum(keys * keys, 0) + eps)
+            delta = values - tl.sum(state * keys[:, None], 0)
+        state += keys[:, None] * (delta * tl.load(strength + token * VALUE_HEADS))[None, :]
         if FINDS:
-            found = tl.where(page >= 0, tl.sum(state * query[:, None], 0), 0.0)
+            read = tl.sum(state * query[:, None], 0)
+            if skip is not None:
+                read += tl.load(skip + head) * values
+            found = tl.where(page >= 0, read, 0.0)
             target = output + (token * VALUE_HEADS + head) * VALUE_DIM + value
             tl.store(target, found.to(output.dtype.element_ty), mask=value < VALUE_DIM)
         kept_page = tl.load(kept + row + at)

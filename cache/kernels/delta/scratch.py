@@ -14,16 +14,16 @@ class Scratch(NamedTuple):
     the dtype of the model, but for `since` and `until`, which are float32.
 
     mixed: [m, …], behind the convolution: q and k [key_heads, CHUNK, K] each, v [H, CHUNK, V]. w: [m, H, CHUNK, K].
-    added: [m, H, V, CHUNK], u, then what the tokens add to the state. scores: [m, H, CHUNK, CHUNK]. states: [m, H, V,
-    K], before each chunk. since: [m, H, CHUNK], the part of that state which is left behind a token. until: likewise,
-    the part of what a token adds which is left behind the chunk.
+    added: [m, H, V, CHUNK], u, the values behind the chunk's own products. scores: [m, H, CHUNK, CHUNK]. since: [m,
+    H, CHUNK], the part of the state before the chunk that is left behind a token; where rows decay by themselves [m, H,
+    K], that behind the chunk. until: [m, H, CHUNK], the part of what a token adds that is left behind the chunk.
+    Without a delta rule w has no number, and until none where rows decay by themselves.
     """
 
     mixed: Tensor
     w: Tensor
     added: Tensor
     scores: Tensor
-    states: Tensor
     since: Tensor
     until: Tensor
 
@@ -32,9 +32,11 @@ class Scratch(NamedTuple):
         """Not filled."""
         keys, values, each = heads.keys, heads.values, (num_chunks, heads.value_heads)
         mixed = num_chunks, CHUNK * (2 * heads.key_heads * keys + heads.value_heads * values)
-        sizes = mixed, *((*each, *of) for of in ((CHUNK, keys), (values, CHUNK), (CHUNK, CHUNK), (values, keys)))
+        w, since, until = CHUNK * heads.is_delta, keys if heads.by_row else CHUNK, 0 if heads.by_row else CHUNK
+        sizes = mixed, *((*each, *of) for of in ((w, keys), (values, CHUNK), (CHUNK, CHUNK)))
         of_model = (torch.empty(size, dtype=dtype, device=device) for size in sizes)
-        return cls(*of_model, *(torch.empty((*each, CHUNK), dtype=torch.float32, device=device) for _ in range(2)))
+        exact = (torch.empty((*each, size), dtype=torch.float32, device=device) for size in (since, until))
+        return cls(*of_model, *exact)
 
 
 def most_chunks(num_tokens: int, num_sequences: int) -> int:

@@ -1,4 +1,4 @@
-"""One new token of each of several sequences through convolution and gated delta rule, in two Triton kernels.
+"""One new token of each of several sequences through convolution and rule of a state, in two Triton kernels.
 
 The first one computes the convolutions, and moves the tails on. The second one reads each state once, while the first
 one still runs, and writes it once: a step takes as long as that.
@@ -12,7 +12,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tandem.cache.kernels.recurrent import DeltaShape, RecurrentInputs
+from tandem.cache.kernels.delta.heads import Heads
+from tandem.cache.kernels.recurrent import RecurrentInputs, StateShape
 from tandem.cache.kernels.torch.delta_rule import UNIT_EPS
 from tandem.cache.kernels.triton.dependent_launch import launch_options
 
@@ -31,35 +32,35 @@ class StepRows(NamedTuple):
 
 
 def step_states(
-    pool: Tensor, layer: int, x: RecurrentInputs, shape: DeltaShape, rows: StepRows, output: Tensor
+    pool: Tensor, layer: int, x: RecurrentInputs, shape: StateShape, rows: StepRows, output: Tensor
 ) -> None:
     """output [T, value_heads, value_dim], contiguous, in the dtype of x.mixed, at the rows' tokens; 0 for padding. The
     rows' entries change in place, and snapshots are written.
 
-    pool: float32 [num_pages, layers, 1, 1, 1, numbers], contiguous, see DeltaShape. x.mixed: any stride of tokens.
+    pool: float32 [num_pages, layers, 1, 1, 1, numbers], contiguous, see StateShape. x.mixed: any stride of tokens.
     """
-    count, device = rows.pages.shape[0], pool.device
+    count, device, heads = rows.pages.shape[0], pool.device, Heads.of(shape)
     mixed = torch.empty((count, shape.channels), dtype=x.mixed.dtype, device=device)
     place = pool.stride(0), layer * pool.stride(1)
     kernel: Any = _step_conv[(count * triton.cdiv(shape.channels, CHANNELS),)]
     kernel(
-        *(x.mixed, x.conv, mixed, pool, *rows, x.mixed.stride(0), *place),
+        *(x.mixed, x.conv, x.conv_bias, mixed, pool, *rows, x.mixed.stride(0), *place),
         *(shape.channels, shape.tail + 1, CHANNELS, rows.tokens is None),
         **launch_options(device),
     )
-    block = min(VALUES, triton.next_power_of_2(shape.value_dim))
-    kernel = _step_rule[(count * shape.value_heads * triton.cdiv(shape.value_dim, block),)]
+    block = min(VALUES, triton.next_power_of_2(heads.value_dim))
+    kernel = _step_rule[(count * heads.value_heads * triton.cdiv(heads.value_dim, block),)]
     kernel(
-        *(mixed, x.log_decay, x.strength, output, pool, *rows, x.log_decay.stride(0), x.strength.stride(0), *place),
-        *(shape.key_dim**-0.5, UNIT_EPS, shape.tail * shape.channels, shape.key_heads, shape.value_heads),
-        *(shape.key_dim, shape.value_dim, triton.next_power_of_2(shape.key_dim), block, rows.tokens is None),
+        *(mixed, x.log_decay, x.strength, x.skip, output, pool, *rows, x.log_decay.stride(0), x.strength.stride(0)),
+        *(*place, heads.scale, UNIT_EPS, heads.state_at, *heads, triton.next_power_of_2(heads.key_dim), block),
+        rows.tokens is None,
         **launch_options(device),
     )
 
 
 @triton.jit
 def _step_conv(
-    mixed, conv, output, pool, pages, behind, kept, tokens, mixed_token, page_elements, layer_elements,
+    mixed, conv, bias, output, pool, pages, behind, kept, tokens, mixed_token, page_elements, layer_elements,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, IN_ORDER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program has some channels of a row, whose tail only it reads and writes."""
@@ -89,6 +90,8 @@ def _step_conv(
         if tap > 0:
             tl.store(tail + (tap - 1) * CHANNELS, earlier, mask=stored)
             tl.store(snapshot + (tap - 1) * CHANNELS, earlier, mask=saved)
+    if bias is not None:
+        total += tl.load(bias + channel, mask=there, other=0.0).to(tl.float32)
     tl.store(tail + (TAPS - 2) * CHANNELS, own, mask=stored)
     tl.store(snapshot + (TAPS - 2) * CHANNELS, own, mask=saved)
     tl.store(output + row.to(tl.int64) * CHANNELS + channel, silu_rounded(total, output.dtype.element_ty), mask=there)
@@ -102,19 +105,27 @@ def silu_rounded(total, dtype: tl.constexpr):
 
 
 @triton.jit
+def place_in_state(key, value, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, IS_DELTA: tl.constexpr):
+    """Of a number in a state, which has a row for each key dimension by a delta rule, for each value dimension else."""
+    return key * VALUE_DIM + value if IS_DELTA else value * KEY_DIM + key
+
+
+@triton.jit
 def _step_rule(
-    mixed, log_decay, beta, output, pool, pages, behind, kept, tokens, decay_token, beta_token, page_elements,
-    layer_elements, scale, eps,
-    STATE: tl.constexpr, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr, IN_ORDER: tl.constexpr, PDL: tl.constexpr,
+    mixed, log_decay, strength, skip, output, pool, pages, behind, kept, tokens, decay_token, strength_token,
+    page_elements, layer_elements, scale, eps, STATE: tl.constexpr,
+    KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    TAIL: tl.constexpr, QUERY_AT: tl.constexpr, KEY_AT: tl.constexpr, VALUE_AT: tl.constexpr, IS_DELTA: tl.constexpr,
+    BY_ROW: tl.constexpr,
+    KEYS: tl.constexpr, VALUES: tl.constexpr, IN_ORDER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program has some columns of one head's state, which begins at STATE in an entry."""
+    """A program has some values of one head's state; states begin at STATE in an entry."""
     parts: tl.constexpr = (VALUE_DIM + VALUES - 1) // VALUES
     row, head = tl.program_id(0) // (parts * VALUE_HEADS), tl.program_id(0) // parts % VALUE_HEADS
     key, value = tl.arange(0, KEYS), tl.program_id(0) % parts * VALUES + tl.arange(0, VALUES)
     page = tl.load(pages + row)
     entries = pool + layer_elements + STATE
-    place = head * (KEY_DIM * VALUE_DIM) + key[:, None] * VALUE_DIM + value[None, :]
+    place = head * (KEY_DIM * VALUE_DIM) + place_in_state(key[:, None], value[None, :], KEY_DIM, VALUE_DIM, IS_DELTA)
     places = entries + tl.maximum(page, 0).to(tl.int64) * page_elements + place
     in_value = (value < VALUE_DIM)[None, :]
     seen = (key < tl.where((page >= 0) & (tl.load(behind + row) > 0), KEY_DIM, 0))[:, None] & in_value
@@ -124,17 +135,24 @@ def _step_rule(
         gdc_launch_dependents()
     token = (row if IN_ORDER else tl.load(tokens + row)).to(tl.int64)
     line = mixed + row.to(tl.int64) * (2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM)
-    q = line + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + key
-    query = tl.load(q, mask=key < KEY_DIM, other=0.0).to(tl.float32)
-    keys = tl.load(q + KEY_HEADS * KEY_DIM, mask=key < KEY_DIM, other=0.0).to(tl.float32)
-    query *= scale / tl.sqrt(tl.sum(query * query, 0) + eps)
-    keys *= 1.0 / tl.sqrt(tl.sum(keys * keys, 0) + eps)
-    v = line + 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + value
-    values = tl.load(v, mask=value < VALUE_DIM, other=0.0).to(tl.float32)
-    state *= tl.exp(tl.load(log_decay + token * decay_token + head))
-    known = tl.sum(state * keys[:, None], 0)
+    of_key = line + head // (VALUE_HEADS // KEY_HEADS) * KEY_DIM + key
+    query = tl.load(of_key + QUERY_AT, mask=key < KEY_DIM, other=0.0).to(tl.float32)
+    keys = tl.load(of_key + KEY_AT, mask=key < KEY_DIM, other=0.0).to(tl.float32)
+    values = tl.load(line + VALUE_AT + head * VALUE_DIM + value, mask=value < VALUE_DIM, other=0.0).to(tl.float32)
+    decays = log_decay + token * decay_token
+    if BY_ROW:
+        state *= tl.exp(tl.load(decays + head * KEY_DIM + key, mask=key < KEY_DIM, other=0.0))[:, None]
+    else:
+        state *= tl.exp(tl.load(decays + head))
+    delta = values
+    if IS_DELTA:
+        query *= scale / tl.sqrt(tl.sum(query * query, 0) + eps)
+        keys *= 1.0 / tl.sqrt(tl.sum(keys * keys, 0) + eps)
+        delta = values - tl.sum(state * keys[:, None], 0)
+    delta *= tl.load(strength + token * strength_token + head).to(tl.float32)
     read = tl.sum(state * query[:, None], 0)
-    delta = (values - known) * tl.load(beta + token * beta_token + head).to(tl.float32)
+    if skip is not None:
+        read += tl.load(skip + head) * values
     stored = (key < tl.where(page >= 0, KEY_DIM, 0))[:, None] & in_value
     state += keys[:, None] * delta[None, :]
     tl.store(places, state, mask=stored)

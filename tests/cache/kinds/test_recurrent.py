@@ -325,6 +325,12 @@ def test_what_a_group_of_states_refuses() -> None:
     wide = replace(states, kind=Recurrent(replace(SHAPE, value_dim=129)))
     with pytest.raises(InvalidArgument, match="value_dim of group 1 is 129; on a GPU at most 128 is accepted"):
         check_gpu(replace(LAYOUT, groups=(kv, wide)), None)
+    with pytest.raises(InvalidArgument, match="state_size of group 1 is 130; on a GPU at most 128 is accepted"):
+        check_gpu(layout_of(replace(SSD, state_size=130)), None)
+    with pytest.raises(InvalidArgument, match=r"key_heads of group 1 is 1; on a GPU, .* value_heads, 3, is accepted"):
+        check_gpu(layout_of(replace(KDA, key_heads=1)), None)
+    for shape in (KDA, SSD):
+        check_gpu(layout_of(shape), None)
     cache = Island.of(LAYOUT).caches[0]
     cache.add_sequence(0)
     with pytest.raises(InvalidArgument, match="the layout has groups with states; sequences slide only in layouts"):

@@ -20,3 +20,7 @@ class OutOfPages(CacheError):
 
 class OutOfSequences(CacheError):
     """As many sequences as the cache was made for are there already; nothing was changed."""
+
+
+class DriverRefused(CacheError):
+    """The GPU's driver is missing, too old, or did not take a call."""

@@ -31,13 +31,13 @@ from cuda.core import Device, ObjectCode  # pyright: ignore[reportMissingImports
 from torch import Tensor
 
 from tandem.cache.kernels.build.build_once import cache_folder
+from tandem.cache.kernels.copy_engine import copy, copy_all, copy_rows
 from tandem.cache.kernels.upload import upload
 from tandem.cache.plan.arrays import Int32Array
 from tandem.cache.plan.stored_layers import Stages
 from tandem.transfer.copy_plan import CopyPlan, plan_copy
 from tandem.transfer.errors import TransportClosed, TransportError, TransportTimeout
 from tandem.transfer.membership import Detail, TransportConfig, make_handle, read_handles
-from tandem.transfer.nvshmem.copy_engine import copy, copy_all, copy_rows
 from tandem.transfer.nvshmem.details import bytes_of, check_hosts, unique_id_of
 from tandem.transfer.nvshmem.device_puts import STAGING_BYTES, DevicePuts
 from tandem.transfer.nvshmem.kernels.device_build import build_device_puts

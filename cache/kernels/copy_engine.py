@@ -11,7 +11,7 @@ from functools import cache
 import numpy as np
 
 from tandem.cache.plan.arrays import Int32Array, Int64Array, address_of
-from tandem.transfer.errors import TransportError
+from tandem.cache.plan.errors import DriverRefused
 
 IN_STREAM_ORDER = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 OVERLAP_WITH_COMPUTE = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE: copy engines, not multiprocessors
@@ -40,7 +40,7 @@ FOR_ALL = ctypes.c_size_t(0)  # the first copy from which the attributes hold
 def copy_all(targets: Int64Array, sources: Int64Array, sizes: Int64Array, stream: int) -> None:
     """Copies sizes[i] bytes from address sources[i] to targets[i], one or more, all on a CUDA stream, in any order.
 
-    The source is read in stream order. stream: a handle, not the default stream's. TransportError when the driver
+    The source is read in stream order. stream: a handle, not the default stream's. DriverRefused when the driver
     refuses, or is older than CUDA 12.8.
     """
     arrays = address_of(targets), address_of(sources), address_of(sizes)
@@ -79,7 +79,7 @@ def _copy_batch(arrays: Sequence[int], begin: int, count: int, stream: int) -> N
 
 def _check(name: str, status: int) -> None:
     if status:
-        raise TransportError(f"{name} failed with CUDA error {status}")
+        raise DriverRefused(f"{name} failed with CUDA error {status}")
 
 
 @cache
@@ -91,5 +91,5 @@ def _driver() -> ctypes.CDLL:
         driver.cuMemcpyBatchAsync.argtypes = [pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer]
         driver.cuMemcpy3DBatchAsync.argtypes = [size, pointer, pointer, ctypes.c_ulonglong, pointer]
     except (OSError, AttributeError) as error:
-        raise TransportError(f"the CUDA driver cannot be used: {error}; it must be of CUDA 12.8 or later") from None
+        raise DriverRefused(f"the CUDA driver cannot be used: {error}; it must be of CUDA 12.8 or later") from None
     return driver

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tandem.transfer.errors import TransportError
-from tandem.transfer.nvshmem import copy_engine
+from tandem.cache.kernels import copy_engine
+from tandem.cache.plan.errors import DriverRefused
 
 POINTER, IN_STREAM_ORDER, PREFER_OVERLAP = 1, 1, 1
 STREAM = 7
@@ -78,5 +78,5 @@ def test_what_the_driver_refuses_is_an_error(driver: Driver) -> None:
     driver.status = 1
     page = np.zeros((2, 8), np.uint8)
     where = np.array([page.ctypes.data])
-    with pytest.raises(TransportError, match="cuMemcpy3DBatchAsync failed with CUDA error 1"):
+    with pytest.raises(DriverRefused, match="cuMemcpy3DBatchAsync failed with CUDA error 1"):
         copy_engine.copy_rows(where + 8, where, np.array([1], np.int32), 8, 8, STREAM)

@@ -22,8 +22,9 @@ MAX_MODULES = 20  # beside each other in a package
 FLOORS = {
     "cache": (
         {"plan", "extras"},
-        {"kernels", "store"},
-        {"kinds", "pages"},
+        {"kernels"},
+        {"kinds", "store"},
+        {"pages"},
         {"attention"},
         {"operations"},
         {"paged_cache"},

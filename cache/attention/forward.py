@@ -34,6 +34,7 @@ from tandem.cache.plan.latent import UpProjections
 from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.tables import TokenLayout
 from tandem.cache.plan.temperature import Temperature
+from tandem.cache.store.copies import Arrivals
 
 Parents = Sequence[int] | Int64Array
 
@@ -68,7 +69,6 @@ class LayerIndex(NamedTuple):
 
 class Batch(NamedTuple):
     """What one forward computes: the next append_lengths[i] ≥ 1 positions of sequence seq_ids[i], any number of each.
-
     So prompt chunks, decodes and drafts that are verified stand in one batch.
 
     rope_lengths: dynamic RoPE rotates a token by the length of its sequence, as transformers does: that of the whole
@@ -91,9 +91,9 @@ class Batch(NamedTuple):
     without_states: layers that keep states take no part, and the new positions will be popped.
 
     encodes: the forward stores the encoder's entries of empty sequences, in a layout with an encoder, and nothing else
-    but push is given. A sequence's new positions are its encoder's, padded to whole pages. The caller calls
-    attention.store_given() once for each layer that keeps them, in order. Later forwards append behind the border; in
-    these read() of such a layer attends to the encoder_len entries of its sequence, from every position.
+    but push is given. Its new positions are the encoder's, padded to whole pages. The caller calls
+    attention.store_given() once for each layer that keeps them, in order. Later forwards append behind the border, and
+    their read() of such a layer attends to all encoder_len entries.
     """
 
     seq_ids: Sequence[int] | Int64Array
@@ -122,6 +122,7 @@ class Attention:
     encodes: bool = False  # the forward stores an encoder's entries, and nothing else
     compressed: CompressedForward | None = None  # of layouts with compressed KV
     by_token: TokenForward | None = None  # of layouts with K and V in one plane, in place of `compressed`
+    arrivals: Arrivals | None = None  # of pages that layers wait for
     ran: int = 0  # a bit for each layer that has stored K and V, or latents
     stored_beside: set[tuple[int, int]] = field(default_factory=set)  # groups and layers whose store() ran
     _chosen: Tensor | None = None  # by the last layer with index keys
@@ -371,6 +372,8 @@ class Attention:
         """A layer's group, what was planned of that, and the layer's index there."""
         if self.standing is not None:
             self.standing.check()
+        if self.arrivals is not None:
+            self.arrivals.wait(layer)
         places = self.layers.places
         if layer not in places:
             accepted = ", ".join(map(str, sorted(places)))
@@ -379,7 +382,7 @@ class Attention:
         return self.groups[group], self.plans[group], index
 
     def _find_stored(self, layer: int, x: Query) -> tuple[GroupAttention, GroupPlan, int]:
-        """_find() of a layer whose K and V, or those that it reads, have been stored in this forward; x is checked."""
+        """_find() of a layer that has stored what it reads in this forward; x is checked."""
         group, plan, index = self._find(layer)
         if not group.backend.capabilities.reads:
             raise InvalidArgument(f"layer is {layer}, whose kernels do not attend without appending; attend() appends")

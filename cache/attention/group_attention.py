@@ -45,8 +45,8 @@ class GroupAttention:
         self.prefixes = BatchPrefixes(self.table, self.backend.capabilities.sharing if shares else None)
         self.tables = PageLookUp(self.table, self.chunk)
         self.whole = self.table.paging.whole
-        # An entry for a position is read before the first layer stores a new one, a state once the last layer has.
-        self._pushes_at = len(self.site.layout.groups[self.group].layers) - 1 if self.whole else 0
+        # Cached entries go before the first layer stores a new one, a state once the last layer has.
+        self._last_layer = len(self.site.layout.groups[self.group].layers) - 1
 
     def check(self, num_tokens: int, x: Any) -> None:
         """See ServedKind.check_inputs."""
@@ -142,7 +142,7 @@ class GroupAttention:
             plan.stored.note(layer)
         if not plan.sends:
             return
-        if layer == self._pushes_at:
+        if layer == (self._last_layer if self.whole or plan.pushes_late else 0):
             self.push_cached(plan.sends)
         left = [send for send in plan.sends if send.token_indices.shape[0]]
         if not left:

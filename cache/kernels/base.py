@@ -133,6 +133,7 @@ class GroupPlan(NamedTuple):
     num_tokens: int = 0
     stored: StoredLayers | None = None  # takes note of layers once they are stored
     captured: bool = False  # in graph buffers
+    pushes_late: bool = False  # cached entries go behind the last layer: they are on their way up while layers run
 
 
 NO_PLAN = GroupPlan(None, None)

@@ -44,12 +44,15 @@ class ForwardCalls(Parts):
         sends, sent = plan_sends(self._marks, self._table, rows, tokens, push=batch.push)
         rotations, sliding = self._sliding.plan(rows, tokens, lengths)
         kept = self._pages.keep_states(rows, tokens, drafted=batch.drafted, without=batch.without_states)
+        arrivals = self._fences.before(rows, tokens, kept, by_layers=True)
         plans = tuple(
             group.plan(rows, tokens, rotation, to_send, slides, writes, drafted=batch.drafted)
             for group, rotation, to_send, slides, writes in zip(
                 self._groups, rotations, sends, sliding, kept, strict=True
             )
         )
+        if arrivals is not None:
+            plans = tuple(plan._replace(pushes_late=True) for plan in plans)
         standing = self._table.standing(rows)
         compressed = by_token = None
         if takes_by_token(self._groups, tokens):
@@ -58,7 +61,14 @@ class ForwardCalls(Parts):
             compressed = CompressedForward(self._groups, plans, self._rotations.at)
         locate = partial(self._sliding.locate, rows, tokens)
         attention = Attention(
-            self._groups, plans, self._layers, standing, locate, compressed=compressed, by_token=by_token
+            self._groups,
+            plans,
+            self._layers,
+            standing,
+            locate,
+            compressed=compressed,
+            by_token=by_token,
+            arrivals=arrivals,
         )
         return Forward(sequences, tokens, attention, sent, standing)
 
@@ -77,6 +87,7 @@ class ForwardCalls(Parts):
         kept: tuple[StateWrites, ...] = ()
         if self.layout.recurs:
             kept = self._pages.keep_states(rows, tokens, drafted=batch.drafted, without=batch.without_states)
+        self._fences.before(rows, tokens, kept, by_layers=False)
         if limits.runs:
             kept = tuple(writes.apart(tokens) for writes in kept)
             self._prepare(buffers, rows[tokens.owners], tokens.apart(), inputs, kept)
@@ -96,6 +107,7 @@ class ForwardCalls(Parts):
         if not self.layout.has_encoder:
             raise InvalidArgument("the layout has no encoder; only sequences of one that has are encoded")
         rows, tokens = self._growth.encode(sequences)
+        self._fences.before(rows, tokens, by_layers=False)
         sends, sent = plan_sends(self._marks, self._table, rows, tokens, push=push)
         plans = tuple(
             group.plan(rows, tokens, None, to_send, None, encodes=True) if group.given else NO_PLAN

@@ -11,6 +11,7 @@ from tandem.cache.attention.sliding_sequences import SlidingSequences
 from tandem.cache.kernels.base import KernelFactory
 from tandem.cache.kernels.choice import choose_kernels
 from tandem.cache.kinds.heads import Heads
+from tandem.cache.operations.copy_fences import CopyFences
 from tandem.cache.operations.growth import Growth
 from tandem.cache.operations.open_trees import OpenTrees
 from tandem.cache.operations.receptions import Receptions
@@ -82,6 +83,7 @@ class Parts:
         self._receptions = Receptions(self._table, self._pages, self._pools, self._sliding, pools)
         self._trees = OpenTrees(self._table, self._pages, self._marks, self._groups)
         self._growth = Growth(self._table, self._pages, self._sliding, self._marks, self._receptions, self._trees)
+        self._fences = CopyFences(layout, self._table, self._pools)
         self._launched: Standing | None = None
         """Of the sequences of the last forward; None where it took no note of its layers."""
 

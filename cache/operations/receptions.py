@@ -62,8 +62,6 @@ class Receptions:
         shared = (group.paging.ends_in_page(stored) for group in table.groups)
         if device.type == "cuda" and any(shared):  # a copy of a partial page, or of a snapshot, may be queued
             torch.cuda.current_stream(device).synchronize()
-        if self.pools.prefixes.store is not None:
-            self.pools.prefixes.store.settle()
         runs, every = self._runs(row, begin, begin + length), tuple(group.every for group in table.groups)
         return PositionMap(begin, runs, table.sliding.sliding(row), every)
 

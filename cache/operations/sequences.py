@@ -1,6 +1,6 @@
 """The sequence face of a cache: sequences come, share pages with one another and the prefix index, shrink and go."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import mul
 
 from torch import Tensor
@@ -59,6 +59,7 @@ class SequenceCalls(Parts):
         self.add_sequence(child, int(self._table.encoder_lens[row]))
         try:
             self._pages.fork(row, self._table.row(child), at)
+            self._table.arriving[self._table.row(child)] = self._table.arriving[row]
             if sliding is not None:
                 child_slides = sliding._replace(rotated=min(sliding.rotated, at))
                 if evicts and not slides:
@@ -174,6 +175,7 @@ class SequenceCalls(Parts):
             if self.layout.recurs:  # the snapshot may be what has to go for the sequence's own state
                 return 0
             raise
+        self._fences.arrive(row)
         return num_pages * self.layout.page_size
 
     def publish_prefix(self, sequence: int, token_ids: Sequence[int] | Int64Array, salt: bytes = b"") -> None:
@@ -193,9 +195,20 @@ class SequenceCalls(Parts):
         self._pages.publish(row, tokens, self._salt(row, tokens, salt))
 
     def keep_evicted(self, store: PageStore) -> None:
-        """From now on the store gets the pages that the prefix index evicts, and match_prefix finds them there, too. It
-        copies them back before it returns, on the current stream. A page that is not what it was is as unknown."""
-        self._pools.prefixes.store = store
+        """From now on the store gets the pages that the prefix index evicts, and match_prefix finds them there, too.
+        Their copies may be under way when calls return: forwards and sends wait for them, and peers by copies_past().
+        A page that is not what it was is as unknown."""
+        self._pools.prefixes.store, self._pools.copies = store, store.copies
+
+    def copies_past(self) -> Callable[[], bool] | None:
+        """Says whether peers may write into pages that are free or reserved now, as far as copies between the pools and
+        the store are in the way; None where they may."""
+        return self._pools.copies.mark()
+
+    @property
+    def keeps_evicted(self) -> bool:
+        """Whether there is a store."""
+        return self._pools.prefixes.store is not None
 
     def room(self, num_tokens: int, longest_append: int | None = None, encoder_len: int = 0) -> Room:
         """For one more sequence that reserve() lets grow to num_tokens. encoder_len: see add_sequence."""
@@ -263,6 +276,7 @@ class SequenceCalls(Parts):
             raise InvalidArgument(f"end is {end}; group {group} has the encoder's {self._table.border(row)} positions")
         if begin < min(first, end):
             raise InvalidArgument(f"begin is {begin}; positions before {first} have left the window of group {group}")
+        self._fences.all_of(row)
         layers = range(len(self.layout.groups[group].layers))
         return self._groups[group].gather(layers, row, self._sliding.indices(row, begin, end))
 

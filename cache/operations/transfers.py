@@ -85,6 +85,7 @@ class TransferCalls(Parts):
         staged = bool(is_whole) and last is not None and last.holds and row in last.rows
         tokens = lay_out_tokens(self._table.lengths[rows], np.zeros(1, np.int64))
         sends, sent = plan_sends(self._marks, self._table, rows, tokens)
+        self._fences.all_of(row)
         for group, to_send in zip(self._groups, sends, strict=True):
             group.push_cached(to_send, staged=staged)
         self._marks.commit(sent)

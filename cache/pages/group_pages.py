@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from tandem.cache.kernels.base import PageOperations
+from tandem.cache.pages.fenced_pages import FencedPages
 from tandem.cache.pages.group_table import GroupTable
 from tandem.cache.pages.page_users import PageUsers
 from tandem.cache.pages.sequence_table import SequenceTable
@@ -107,7 +107,7 @@ class GroupPages:
     keeps: Span
     table: GroupTable
     users: PageUsers
-    memory: PageOperations
+    memory: FencedPages
     grain: int  # see Span
     sliding: SlidingTable
     snapshots: StateSnapshots | None = None  # of a group that keeps the last state
@@ -316,7 +316,7 @@ class GroupPages:
     def begin_at(self, row: int, length: int, snapshot: Int32Array, own: Int32Array) -> None:
         """Gives an empty row of a group with states a page of its own, and in it the state of a snapshot; int32 [1]
         both."""
-        self.memory.copy_pages(snapshot, own)
+        self.memory.copy_arriving(snapshot, own)
         self.table.pages[row, 0], self.table.begins[row], self.table.ends[row] = own[0], 0, 1
         if self.snapshots is not None:
             self.snapshots.found(row, length, int(snapshot[0]))

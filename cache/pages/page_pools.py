@@ -10,6 +10,7 @@ from tandem.cache.pages.prefix_index import NO_PAGE, PrefixIndex
 from tandem.cache.plan.arrays import Int32Array, Int64Array
 from tandem.cache.plan.errors import OutOfPages
 from tandem.cache.plan.spans import Span
+from tandem.cache.store.copies import NO_COPIES
 from tandem.cache.store.page_store import NamedPages, PageStore
 
 PageIds = tuple[Int32Array, ...]
@@ -31,6 +32,8 @@ class PagePools:
         self.allocators = tuple(PageAllocator(count) for count in num_pages)
         self.none: PageIds = tuple(np.empty(0, np.int32) for _ in num_pages)
         self.prefixes = PrefixIndex(self.allocators, page_size, spans, together)
+        self.copies = NO_COPIES
+        """Those between the pools and the store of the prefix index."""
         drops = [span.drops_past for span in spans] if spans else [False] * len(num_pages)
         indexed = [
             pages if drops_past else None for pages, drops_past in zip(self.prefixes.indexed, drops, strict=True)

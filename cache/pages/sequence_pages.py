@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.cache.kernels.base import PageOperations
+from tandem.cache.pages.fenced_pages import FencedPages
 from tandem.cache.pages.group_pages import GroupPages, Ownership, lay_out_appends
 from tandem.cache.pages.page_pools import PageIds, PagePools
 from tandem.cache.pages.send_marks import SendMarks
@@ -45,8 +46,10 @@ class SequencePages:
         )
         of_groups = zip(layout.groups, table.groups, pools.users, memory, self.snapshots, strict=True)
         self._groups = [
-            GroupPages(kind.keeps, group, users, mover, layout.grain, table.sliding, snapshots)
-            for kind, group, users, mover, snapshots in of_groups
+            GroupPages(
+                kind.keeps, group, users, FencedPages(mover, pools, number), layout.grain, table.sliding, snapshots
+            )
+            for number, (kind, group, users, mover, snapshots) in enumerate(of_groups)
         ]
         self._page_size = table.page_size
         self._paging = list(dict.fromkeys(layout.paging))  # groups that are paged alike grow alike

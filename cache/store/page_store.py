@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tandem.cache.plan.arrays import Int32Array
+from tandem.cache.store.copies import PageCopies
 
 
 class NamedPages(NamedTuple):
@@ -39,14 +40,18 @@ class StoreCounts(NamedTuple):
 class PageStore(Protocol):
     """Keeps copies of pages by their digests, which begin with a request's salt.
 
-    Owned by the thread that owns the pools. What it holds follows from the calls before, in their order, so that the
-    ranks of a worker and a replay agree on it.
+    Owned by the thread that owns the pools. Copies may take longer than the calls that begin them. What it holds
+    follows from the calls before, in their order, so that the ranks of a worker and a replay agree on it.
     """
 
+    @property
+    def copies(self) -> PageCopies:
+        """Those under way. Whoever writes or reads their pages waits for them there."""
+        ...
+
     def put(self, evicted: NamedPages) -> None:
-        """Copies pages that are about to be used for something else, the least recently used first. What is launched
-        on the current stream afterwards may overwrite them; others wait for settle(). What the store has no room for
-        it forgets, oldest first."""
+        """Copies pages that are about to be used for something else, the least recently used first. What the store has
+        no room for it forgets, oldest first."""
         ...
 
     def has(self, digest: bytes) -> bool:
@@ -63,13 +68,8 @@ class PageStore(Protocol):
         ...
 
     def fetch(self, wanted: Sequence[NamedPages]) -> list[NDArray[np.bool_]]:
-        """Copies pages of one prompt back, ordered on the current stream. Returns for each of `wanted` a bool [n]:
-        which of its pages now hold what their digests name. The others mean nothing."""
-        ...
-
-    def settle(self) -> None:
-        """Waits until all pages of put() and fetch() are copied. Then a peer may write into them: a page that was
-        fetched may have been evicted since."""
+        """Copies pages of one prompt back. Returns for each of `wanted` a bool [n]: which of its pages hold what their
+        digests name, once they are copied. The others mean nothing."""
         ...
 
     @property

@@ -17,9 +17,9 @@ from tandem.cache.attention.begun_forward import Forward
 from tandem.cache.kinds.compressed import compressed_groups
 from tandem.cache.plan.errors import InvalidArgument, OutOfPages
 from tandem.cache.plan.spans import NO_WINDOW, Sliding
-from tandem.cache.store.host_store import HostStore
 from tests.cache.inspection import check_contents, check_held, check_outputs, check_pages
 from tests.cache.known import LONGEST, Known, Side, Transfer
+from tests.cache.late_lanes import await_copies, keep_late
 from tests.cache.naive import pools_of
 from tests.cache.oracle import NUM_TOKENS, Oracle, Setting, cache_of
 from tests.cache.peer_writer import PeerWriter
@@ -65,7 +65,7 @@ class Program:
         if seed % 2:
             for side, own in zip(self.sides, pools, strict=True):
                 slots = Random(seed).randrange(20, 60)
-                side.cache.keep_evicted(HostStore(own, [slots] * len(own), verify=seed % 4 == 1))
+                keep_late(side.cache, [slots] * len(own), seed, verify=seed % 4 == 1)
 
     def run(self, steps: int) -> None:
         with torch.inference_mode():
@@ -423,6 +423,7 @@ class Program:
         except OutOfPages:
             assert free < other.pages_for(target, end - begin)
             return
+        await_copies(other.cache)
         assert (position_map.start_position, position_map.end_position) == (begin, end)
         check_held(other, position_map)
         if into.stream is not None:

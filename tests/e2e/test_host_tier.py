@@ -31,8 +31,7 @@ def spoil(island: Island) -> None:
     def change() -> None:
         store = worker.cache._pools.prefixes.store
         assert isinstance(store, HostStore)
-        shelf = store._shelves[0]
-        shelf._memory[:, 3] ^= 1 << 40
+        store.memory.shelves[0][:, 29] ^= 1
 
     worker.on_step_thread(change)
 

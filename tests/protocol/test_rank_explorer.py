@@ -51,8 +51,8 @@ def signals_count_at_the_leader(patch: pytest.MonkeyPatch) -> None:
 def marks_count_at_the_leader(patch: pytest.MonkeyPatch) -> None:
     mark = LeadingEngine.mark
 
-    def marked(self: LeadingEngine) -> Callable[[], bool] | None:
-        mark(self)
+    def marked(self: LeadingEngine, *, copies: bool = False) -> Callable[[], bool] | None:
+        mark(self, copies=copies)
         return self._runner.marks[-1].is_quiet  # type: ignore[attr-defined]
 
     patch.setattr(LeadingEngine, "mark", marked)

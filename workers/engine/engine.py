@@ -25,6 +25,7 @@ from tandem.workers.ranks.ranks import ALONE, Ranks, sum_words
 from tandem.workers.requests.post import Post
 from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.runner.step_inputs import StepInputs
+from tandem.workers.runner.stream_mark import all_past
 from tandem.workers.sampling.pending_samples import LateSamples, PendingSamples
 from tandem.workers.sampling.prompt_logits import PromptLogits
 from tandem.workers.sampling.sample_batch import SampleBatch
@@ -64,10 +65,9 @@ class Engine:
         self._sizes = runner.graph_sizes
         self.layout = cache.layout
         self.max_sequence_length = cache.max_sequence_length
-        rows = num_request_rows(transport)
         where = transport.pe, transport.num_pes, transport.epoch
         epochs = transport.config.all_epochs
-        self.peers = Peers(*where, transport.num_pages, rows, transport.layouts, epochs)
+        self.peers = Peers(*where, transport.num_pages, num_request_rows(transport), transport.layouts, epochs)
 
     # Actions: before the first request
 
@@ -144,7 +144,7 @@ class Engine:
     @action
     def free(self, sequence: int) -> tuple[Int32Array, ...]:
         """Removes a sequence. Its pages are free at once, or after received() while a peer may write. Idempotent.
-        Returns the ids of the pages that it held, of each group; a record compares them."""
+        Returns the pages that it held, of each group; a record compares them."""
         return self._cache.remove_sequence(sequence)
 
     # Actions: forwards
@@ -296,8 +296,7 @@ class Engine:
 
     @property
     def lets_go(self) -> bool:
-        """Whether pages may be freed while the forward in flight still uses them: it may read the pages of windows and
-        sliding sequences, and write snapshots of states."""
+        """Whether the forward in flight may still use pages that are free: of windows, sliding sequences, snapshots."""
         return self.layout.drops_past or self.layout.recurs or self._cache.any_slides()
 
     @property
@@ -311,9 +310,13 @@ class Engine:
 
     # Polls
 
-    def mark(self) -> Callable[[], bool] | None:
-        """See ModelRunner.mark."""
-        return self._runner.mark()
+    def mark(self, *, copies: bool = False) -> Callable[[], bool] | None:
+        """See ModelRunner.mark. copies: also whether copies between the pools and the store are done."""
+        return all_past(self._runner.mark(), self._cache.copies_past() if copies else None)
+
+    def peers_mark(self) -> Callable[[], bool] | None:
+        """Says whether peers may write into the pages that are free or reserved now; None where they may."""
+        return self.mark(copies=True) if self.lets_go else self._cache.copies_past()
 
     def fence(self, pe: int) -> Fence:
         """See Transport.fence."""

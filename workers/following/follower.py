@@ -99,7 +99,7 @@ class Follower:
         match call.name:
             case calls.MARK:
                 self._num_marks += 1
-                self._marks.append((self._num_marks, self._engine.mark() or _at_once))
+                self._marks.append((self._num_marks, self._engine.mark(copies=True) or _at_once))
             case calls.FENCE:
                 (pe,) = call.arguments
                 self._num_fences[pe] += 1

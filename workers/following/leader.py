@@ -171,8 +171,12 @@ class LeadingEngine(WatchedEngine):
             self._leader.tell(DIGEST, (sequence, begin, end, sliding))
         return super().digest(sequence, begin, end, sliding)
 
-    def mark(self) -> Callable[[], bool]:
-        own = self._runner.mark()
+    def peers_mark(self) -> Callable[[], bool] | None:
+        return self.mark(copies=True) if self.lets_go or self._cache.keeps_evicted else None
+
+    def mark(self, *, copies: bool = False) -> Callable[[], bool]:
+        """Followers look at their copies in any case."""
+        own = super().mark(copies=copies)
         self._marks += 1
         self._leader.tell(MARK)
         number, followers = self._marks, self._followers

@@ -30,16 +30,17 @@ class RetiredSequences:
         self._do(partial(self._engine.free, sequence_id))
 
     def windows_past(self) -> "Future[None] | None":
-        """Ends once peers may write into pages that are free now, or None at once.
+        """Ends once peers may write into pages that are free or reserved now, or None at once.
 
-        Only layouts that drop what is past or keep states, and sequences that slide, keep them waiting: there pages
-        are let go of that a forward may still use.
+        Layouts that drop what is past or keep states, and sequences that slide, keep them waiting: there pages are let
+        go of that a forward may still use. So do copies between the pools and a store.
         """
-        if not self._engine.lets_go:
+        is_past = self._engine.peers_mark()
+        if is_past is None:
             return None
         past: Future[None] = Future()
-        self._do(partial(past.set_result, None))
-        return None if past.done() else past
+        self._waiting.append((is_past, partial(past.set_result, None)))
+        return past
 
     def settle(self) -> None:
         """Does what nothing that runs stands against any more."""

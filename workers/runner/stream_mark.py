@@ -19,3 +19,9 @@ def mark_stream(device: torch.device) -> Callable[[], bool] | None:
             return True
 
     return None if is_past() else is_past
+
+
+def all_past(*marks: Callable[[], bool] | None) -> Callable[[], bool] | None:
+    """Of several marks; None where all are."""
+    given = [is_past for is_past in marks if is_past is not None]
+    return (lambda: all(is_past() for is_past in given)) if given else None

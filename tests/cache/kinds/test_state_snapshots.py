@@ -19,8 +19,8 @@ from tandem.cache.plan.errors import InvalidArgument, OutOfPages
 from tandem.cache.plan.kind import LayerGroup
 from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.pool_sizes import SnapshotRule
-from tandem.cache.store.host_store import HostStore
 from tests.cache.island import Island
+from tests.cache.late_lanes import await_copies, keep_late
 from tests.cache.naive import HEAD_DIM, ROPE, pools_of
 from tests.cache.peer_writer import PeerWriter
 from tests.support.tvm_cache import TvmCache
@@ -90,7 +90,7 @@ def island_of(own: int, most: int, drafted: int = 0) -> Island:
 
 
 def keep_evicted(cache: TvmCache) -> None:
-    cache.keep_evicted(HostStore([group.site.pool for group in cache._groups], [200, 40], verify=True))
+    keep_late(cache, [200, 40], seed=0, verify=True)
 
 
 @dataclass
@@ -170,6 +170,7 @@ class Program:
         receiver.add_sequence(one)
         begin = receiver.match_prefix(one, prompt, self.salts[one])
         wanted = receiver.prepare_receive(one, prompt.size - begin)
+        await_copies(receiver)
         sender.add_sequence(one)
         known = sender.match_prefix(one, prompt, self.salts[one])
         sender.mark_send(one, begin, wanted, 1)

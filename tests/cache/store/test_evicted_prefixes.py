@@ -119,9 +119,8 @@ def test_a_bad_page_ends_the_prefix_and_is_computed_again() -> None:
     served(cache, B)
     store = cache._pools.prefixes.store
     assert isinstance(store, HostStore)
-    shelf = store._shelves[0]
-    digests = cache._pools.prefixes.digests(np.array(A), 5)
-    shelf._memory[shelf._slots[digests[2]]] += 1
+    (slot,) = store._shelves[0].slots([cache._pools.prefixes.digests(np.array(A), 5)[2]])
+    store.memory.shelves[0][slot] += 1
     assert served(cache, A) == 8
     assert cache.pages.host_bad_pages == 1
     served(cache, B)

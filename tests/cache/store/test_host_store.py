@@ -1,15 +1,19 @@
 """Pages that are kept in host memory, against a dictionary of lists that forgets its oldest."""
 
 from collections import OrderedDict
+from functools import partial
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from tandem.cache.plan.errors import InvalidArgument
+from tandem.cache.store import copies
 from tandem.cache.store.host_store import HostStore
 from tandem.cache.store.page_store import NamedPages
+from tests.cache.late_lanes import LateLanes
 
 SHAPES = ((9, 3, 1, 2), (12, 7))  # the pages of the second are no whole number of words
 SLOTS = (4, 3)
@@ -62,7 +66,6 @@ def test_any_program_finds_what_a_dictionary_finds(seed: int, verify: bool) -> N
                 pools[group][page] = content
                 naive.put(group, name, content.flatten().tolist())
             store.put(named(group, names, pages))
-            store.settle()
             pools[group].fill_(0)
             continue
         has = [name in naive.groups[group] for name in names]
@@ -103,7 +106,7 @@ def test_a_page_that_changed_is_not_found_again() -> None:
     (found,) = store.fetch([wanted])
     assert found.all()
     assert told == [0]
-    store.memory[:4] += 1  # of the first page
+    store.memory.shelves[0][0, :4] += 1
     (found,) = store.fetch([wanted])
     assert found.tolist() == [False, False, True]
     assert told == [0, 1, 1, 0, 0]
@@ -117,37 +120,95 @@ def test_two_words_that_changed_places_are_noticed() -> None:
     pools[0][0] = torch.arange(6.0).view(3, 1, 2)
     wanted = named(0, [1], [0])
     store.put(wanted)
-    words = store.memory[:16].view(torch.int64)
+    words = store.memory.shelves[0][0, :16].view(torch.int64)
     words[:] = words.flip(0)
     assert not store.fetch([wanted])[0].any()
 
 
-def test_a_peer_waits_for_pages_that_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def late_store(pools: list[torch.Tensor]) -> tuple[HostStore, LateLanes]:
+    """Whose copies are made once they are waited for."""
+    made: list[LateLanes] = []
+
+    def make(*of: Any) -> LateLanes:
+        made.append(LateLanes(*of))
+        return made[0]
+
+    store = HostStore(pools, SLOTS, layers=[[0, 1, 2], [0]], begins=[0, 2], make_lanes=make)
+    return store, made[0]
+
+
+def test_a_peer_waits_for_copies_in_both_directions() -> None:
     """A page that was fetched, evicted and given to a peer is written by a copy that is still queued."""
-    seen = list[str]()
-
-    class Event:
-        def record(self, stream: object) -> None:
-            seen.append("queued")
-
-        def synchronize(self) -> None:
-            seen.append("done")
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: None)
-    store = HostStore(pools_of(), SLOTS)
-    store._device = torch.device("cuda")
+    store, lanes = late_store(pools_of())
+    assert store.copies.mark() is None
     store.put(named(0, [1], [0]))
-    store.settle()
-    store.settle()
-    assert seen == ["queued", "done"]
-    store.fetch([named(0, [2], [1])])
-    store.settle()
-    assert seen == ["queued", "done"]
+    down = store.copies.mark()
+    assert down is not None
     store.fetch([named(0, [1], [1])])
     store.put(named(0, [1], [1]))
-    store.settle()
-    assert seen == ["queued", "done"] * 2
+    both = store.copies.mark()
+    assert both is not None
+    lanes.made[0].finish()
+    assert (down(), both()) == (True, False)
+    lanes.made[1].finish()
+    assert both()
+    assert store.copies.mark() is None
+
+
+def test_a_page_comes_up_layer_by_layer() -> None:
+    pools = pools_of()
+    store, _ = late_store(pools)
+    pools[0][0] = torch.arange(1.0, 7.0).view(3, 1, 2)
+    store.put(named(0, [1], [0]))
+    store.fetch([named(0, [1], [5])])
+    arrivals = store.copies.arrivals(store.copies.newest(0, np.array([5], np.int32)))
+    assert arrivals is not None
+    assert pools[0][5].flatten().tolist() == [0.0] * 6
+    arrivals.wait(1)
+    assert pools[0][5].flatten().tolist() == [1.0, 2.0, 3.0, 4.0, 0.0, 0.0]
+    arrivals.wait(2)
+    assert torch.equal(pools[0][5], pools[0][0])
+    assert store.copies.newest(0, np.array([5], np.int32)) == 1 + 1
+    assert not store.copies.pending
+    assert store.copies.arrivals(2) is None
+
+
+def test_a_slot_is_read_before_it_is_filled_again() -> None:
+    """A page comes up while its slot is given to the next one."""
+    pools = pools_of()
+    store, lanes = late_store(pools)
+    for page in range(6):
+        pools[0][page] = float(page + 1)
+    store.put(named(0, [1, 2, 3, 4], [0, 1, 2, 3]))
+    store.fetch([named(0, [1], [7])])
+    store.put(named(0, [5], [4]))
+    lanes.made[-1].finish()
+    assert pools[0][7].eq(1).all()
+
+
+def test_what_follows_a_page_comes_up_with_it() -> None:
+    """A copy of a page within the pool, as of a snapshot, is made once that page is there."""
+    pools = pools_of()
+    store, _ = late_store(pools)
+    pools[0][0] = 5.0
+    store.put(named(0, [1], [0]))
+    store.fetch([named(0, [1], [6])])
+    source, target = np.array([6], np.int32), np.array([8], np.int32)
+    store.copies.follow(0, source, target, partial(pools[0].__setitem__, 8, pools[0][6]))
+    store.copies.wait_until(store.copies.newest(0, target))
+    assert pools[0][8].eq(5).all()
+    assert not store.copies.pending
+    store.copies.follow(0, target, source, partial(pools[0].__setitem__, 6, 0))  # nothing is under way
+    assert pools[0][6].eq(0).all()
+
+
+def test_no_more_is_under_way_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    pools = pools_of()
+    monkeypatch.setattr(copies, "MOST_BYTES", 2 * pools[0][0].nbytes)
+    store, lanes = late_store(pools)
+    for number in range(4):
+        store.put(named(0, [number], [number]))
+    assert [copy.is_done() for copy in lanes.made] == [True, True, False, False]
 
 
 def test_more_memory_than_there_is_is_refused_at_once() -> None:

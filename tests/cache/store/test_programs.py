@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tandem.cache.store.host_store import HostStore
+from tests.cache.late_lanes import keep_late
 from tests.cache.oracle import Oracle, Setting
 from tests.cache.program import QUERY_HEADS, Program
 from tests.cache.settings import SETTINGS
@@ -17,8 +17,7 @@ class Prompts(Program):
     def __init__(self, seed: int, setting: Setting, oracle: Oracle, slots: int) -> None:
         super().__init__(2 * seed, setting, oracle)
         self.side = self.sides[0]
-        pools = [group.site.pool for group in self.side.cache._groups]
-        self.side.cache.keep_evicted(HostStore(pools, [slots] * len(pools), verify=bool(seed % 2)))
+        keep_late(self.side.cache, [slots] * len(self.side.cache._groups), seed, verify=bool(seed % 2))
         self.families = [self.draw_ids(28) for _ in range(FAMILIES)]
         self.planned: list[int] | None = None
         self.side.published.append([])

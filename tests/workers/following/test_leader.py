@@ -48,7 +48,7 @@ class FakeEngine:
         self.freed.append(sequence)
         self.free_pages -= 1
 
-    def mark(self) -> Callable[[], bool] | None:
+    def mark(self, *, copies: bool = False) -> Callable[[], bool] | None:
         return lambda: bool(self.freed)
 
     def fence(self, pe: int) -> QuietFence:

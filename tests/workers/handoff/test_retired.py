@@ -23,12 +23,14 @@ class Device:
 
     def __init__(self, *, drops_past: bool = False, recurs: bool = False, slides: bool = False) -> None:
         self.launched = self.done = 0
+        self.copied: IsPast | None = None
         self.removed: list[int] = []
         cache: Any = SimpleNamespace(
             layout=SimpleNamespace(drops_past=drops_past, recurs=recurs),
             max_sequence_length=0,
             remove_sequence=self.removed.append,
             any_slides=lambda: slides,
+            copies_past=lambda: self.copied,
         )
         (transport,) = FakeFabric(1, LAYOUT, num_pages=1, num_signals=mailbox_rows(1, 1)).joined()
         self.retired = RetiredSequences(Engine(cache, cast(ModelRunner, self), transport))
@@ -72,6 +74,18 @@ def test_peers_wait_for_forwards_that_use_pages_let_go_of(reason: str) -> None:
     device.retired.settle()
     assert not past.done()
     device.done = 1
+    device.retired.settle()
+    assert past.done()
+
+
+def test_peers_wait_for_copies_of_pages() -> None:
+    device, copied = Device(), list[bool]()
+    device.launched, device.copied = 1, lambda: bool(copied)
+    past = device.retired.windows_past()
+    assert past is not None
+    device.retired.settle()
+    assert not past.done()
+    copied.append(True)
     device.retired.settle()
     assert past.done()
 

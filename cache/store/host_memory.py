@@ -1,0 +1,135 @@
+"""Memory of the host for copies of pages, which a GPU's copy engines reach once it is pinned."""
+
+import logging
+import mmap
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
+
+import numpy as np
+import torch
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+OS_PAGE = 4096  # a shelf begins one; two pieces share none
+PIECE_BYTES = 256 << 20
+PORTABLE = 1  # cudaHostRegisterPortable
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Slots of one shelf that are pinned at once: bytes begin … end of all memory. slots: how many the shelf has up to
+    its end."""
+
+    shelf: int
+    slots: int
+    begin: int
+    end: int
+
+
+class HostMemory:
+    """`[num_slots, slot_bytes]` for each shelf, in one mapping that takes no memory before it is used.
+
+    For a GPU a thread pins it piece by piece, all shelves in proportion, while the worker starts. torch's own pinned
+    memory would be rounded up to a power of two. await_slot() waits for the piece that a slot is in.
+    """
+
+    def __init__(self, num_slots: Sequence[int], slot_bytes: Sequence[int], device: torch.device) -> None:
+        """device: of the pools. MemoryError where the host has less."""
+        sizes = [-(-count * size // OS_PAGE) * OS_PAGE for count, size in zip(num_slots, slot_bytes, strict=True)]
+        begins = np.cumsum([0, *sizes]).tolist()
+        self.memory = _map(max(begins[-1], 1))
+        """uint8 [num_bytes]."""
+        self.shelves = [
+            self.memory[begin : begin + count * size].view(count, size)
+            for begin, count, size in zip(begins, num_slots, slot_bytes, strict=False)
+        ]
+        """uint8 [num_slots, slot_bytes] each."""
+        self._pinned = list(num_slots)  # slots that may be used, of each shelf
+        self._changed, self._error = threading.Condition(), ""
+        if device.type == "cuda":
+            pieces = [
+                piece
+                for shelf, (begin, *of) in enumerate(zip(begins, num_slots, slot_bytes, strict=False))
+                for piece in pieces_of(shelf, begin, *of)
+            ]
+            pieces.sort(key=lambda piece: piece.slots / num_slots[piece.shelf])
+            self._pinned = [0] * len(sizes)
+            stop, begun = threading.Event(), list[int]()
+            thread = threading.Thread(target=self._pin, args=(pieces, device, stop, begun), name="pin", daemon=True)
+            weakref.finalize(self, _unpin, thread, stop, self.memory, begun)
+            thread.start()
+
+    def await_slot(self, shelf: int, slot: int) -> None:
+        """Returns once copies may reach a slot. MemoryError where the host could pin no more."""
+        if slot < self._pinned[shelf]:
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: slot < self._pinned[shelf] or self._error)
+        if slot >= self._pinned[shelf]:
+            raise MemoryError(self._error)
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether all of it may be used."""
+        return all(pinned == len(shelf) for pinned, shelf in zip(self._pinned, self.shelves, strict=True))
+
+    def _pin(self, pieces: Sequence[Piece], device: torch.device, stop: threading.Event, begun: list[int]) -> None:
+        """begun: gets where each piece that is pinned begins."""
+        torch.cuda.set_device(device)
+        cudart, pinned = torch.cuda.cudart(), 0
+        assert cudart is not None
+        for piece in pieces:
+            if stop.is_set():
+                return
+            status = int(
+                cudart.cudaHostRegister(self.memory[piece.begin].data_ptr(), piece.end - piece.begin, PORTABLE)
+            )
+            with self._changed:
+                if status:
+                    self._error = (
+                        f"cache.host_bytes: of {self.memory.numel()} bytes this host could pin {pinned}; no more are "
+                        f"accepted (CUDA error {status})"
+                    )
+                else:
+                    pinned += piece.end - piece.begin
+                    begun.append(piece.begin)
+                    self._pinned[piece.shelf] = piece.slots
+                self._changed.notify_all()
+            if status:
+                log.error("%s", self._error)
+                return
+
+
+def pieces_of(shelf: int, begin: int, num_slots: int, slot_bytes: int) -> list[Piece]:
+    """Of a shelf at byte `begin`: whole slots, of which none but the last ends within a page of the system."""
+    step = OS_PAGE // gcd(slot_bytes, OS_PAGE)
+    each = max(PIECE_BYTES // (slot_bytes * step), 1) * step
+    firsts = range(0, num_slots, each)
+    slots = [(first, min(first + each, num_slots)) for first in firsts]
+    return [
+        Piece(shelf, end, begin + first * slot_bytes, begin + -(-end * slot_bytes // OS_PAGE) * OS_PAGE)
+        for first, end in slots
+    ]
+
+
+def _map(num_bytes: int) -> Tensor:
+    try:
+        mapped = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError, ValueError) as error:
+        raise MemoryError(
+            f"cache.host_bytes: this host has no {num_bytes} bytes left; fewer are accepted: {error}"
+        ) from error
+    mapped.madvise(mmap.MADV_DONTFORK)  # a child's copy would part this process from the pages that are pinned
+    return torch.from_numpy(np.frombuffer(mapped, np.uint8))
+
+
+def _unpin(thread: threading.Thread, stop: threading.Event, memory: Tensor, begun: Sequence[int]) -> None:
+    stop.set()
+    thread.join()
+    cudart = torch.cuda.cudart()
+    assert cudart is not None
+    for begin in begun:
+        cudart.cudaHostUnregister(memory[begin].data_ptr())

@@ -1,0 +1,45 @@
+"""Sums by which pages that come back are compared with what was put."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tandem.cache.plan.arrays import Int32Array
+
+WEIGHT_SEED = 1
+
+
+class PageSums:
+    """Of one shelf, by slot, on the pool's device: Σ word · odd weight modulo 2⁶⁴, which one changed word always
+    changes."""
+
+    def __init__(self, pool: Tensor, num_slots: int) -> None:
+        """pool: [num_pages, n], see words_of."""
+        self._pool = pool
+        self._weights = _odd_weights(pool)
+        self._sums = torch.zeros(num_slots, dtype=torch.int64, device=pool.device)
+
+    def note(self, pages: Int32Array, slots: Int32Array) -> None:
+        """slots[i] gets what is in pages[i]; int32 [n] both."""
+        for page, slot in zip(pages.tolist(), slots.tolist(), strict=True):
+            self._sums[slot] = self._sum(page)
+
+    def are_bad(self, pages: Int32Array, slots: Sequence[int]) -> list[bool]:
+        """Whether pages[i] is not what slots[i] got. Waits for the device."""
+        return [bool(self._sum(page) != self._sums[slot]) for page, slot in zip(pages.tolist(), slots, strict=True)]
+
+    def _sum(self, page: int) -> Tensor:
+        return (self._pool[page].long() * self._weights).sum()
+
+
+def words_of(pool: Tensor) -> Tensor:
+    """[num_pages, n]: int64 where a page is some of these, else bytes."""
+    pages = pool.view(torch.uint8).view(pool.shape[0], -1)
+    return pages.view(torch.int64) if pages.shape[1] % 8 == 0 else pages
+
+
+def _odd_weights(words: Tensor) -> Tensor:
+    """int64 [n], for words [num_pages, n]; the same each time."""
+    generator = torch.Generator().manual_seed(WEIGHT_SEED)
+    return (torch.randint(-(1 << 62), 1 << 62, words.shape[1:], generator=generator) | 1).to(words.device)

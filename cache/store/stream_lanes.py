@@ -1,0 +1,102 @@
+"""Copies on two CUDA streams of their own, made by copy engines."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.cache.kernels.copy_engine import copy_all
+from tandem.cache.plan.arrays import Int64Array
+from tandem.cache.store.copies import Copy, Moves
+
+MOST_STAGES = 8
+LEAST_BYTES = 128 << 10  # of a page in one stage, on average: a link is slow with smaller ones
+
+
+def stages_of(layers: Sequence[Sequence[int]], page_bytes: Sequence[int]) -> list[int]:
+    """The first layer of each stage in which pages come up. layers: those of each layer group."""
+    count = 1 + max(layer for group in layers for layer in group)
+    stages = min(max(sum(page_bytes) // LEAST_BYTES, 1), MOST_STAGES, count)
+    return sorted({stage * count // stages for stage in range(stages)})
+
+
+class StreamCopy:
+    """A Copy with an event for each stage."""
+
+    def __init__(self, events: Sequence[torch.cuda.Event]) -> None:
+        self.events = events
+
+    def is_done(self) -> bool:
+        try:
+            return self.events[-1].query()
+        except RuntimeError:  # the device has failed, and nothing runs on it any more
+            return True
+
+    def wait(self, stage: int | None = None) -> None:
+        torch.cuda.current_stream().wait_event(self.events[-1 if stage is None else min(stage, len(self.events) - 1)])
+
+    def finish(self) -> None:
+        self.events[-1].synchronize()
+
+
+class StreamLanes:
+    """Lanes on a GPU. The store's memory is pinned wherever copies reach it."""
+
+    def __init__(
+        self,
+        pools: Sequence[Tensor],
+        memory: Sequence[Tensor],
+        layers: Sequence[Sequence[int]],
+        begins: Sequence[int],
+    ) -> None:
+        """pools: [num_pages, layers of the group, …] of each layer group. memory: [num_slots, n] of each, pages as
+        bytes. layers: those of each group. begins: the first layer of each stage."""
+        self._device = pools[0].device
+        self._streams = [torch.cuda.Stream(self._device) for _ in range(2)]
+        self._pools, self._memory = ([one.data_ptr() for one in each] for each in (pools, memory))
+        self._page_bytes = [pool[0].nbytes for pool in pools]
+        self._cuts = [strips(group, nbytes, begins) for group, nbytes in zip(layers, self._page_bytes, strict=True)]
+
+    def copy(
+        self, moves: Sequence[Moves], behind: Sequence[Copy], *, up: bool, last: Callable[[], None] | None = None
+    ) -> StreamCopy:
+        stream, events = self._streams[up], []
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for copy in behind:
+                copy.wait()
+            stages = range(len(self._cuts[0]) - 1 if up else 1) if moves else ()
+            for stage in stages:
+                parts = [self._part(one, stage if up else None) for one in moves]
+                in_memory, in_pools, sizes = map(np.concatenate, zip(*parts, strict=True))
+                targets, sources = (in_pools, in_memory) if up else (in_memory, in_pools)
+                if sizes.size:
+                    copy_all(targets, sources, sizes, stream.cuda_stream)
+                events.append(self._event(stream))
+            if last is not None:
+                last()
+                events[-1:] = [self._event(stream)]
+        return StreamCopy(events)
+
+    def _part(self, moves: Moves, stage: int | None) -> tuple[Int64Array, Int64Array, Int64Array]:
+        """Addresses in memory and in the pool, and bytes, of a stage; None: of all layers."""
+        group, (begin, end) = moves.group, (0, self._page_bytes[moves.group])
+        if stage is not None:
+            begin, end = self._cuts[group][stage : stage + 2]
+        pages, slots = (places.astype(np.int64) * self._page_bytes[group] for places in moves[1:])
+        if begin == end:
+            pages = slots = pages[:0]
+        return self._memory[group] + slots + begin, self._pools[group] + pages + begin, np.full(pages.size, end - begin)
+
+    @staticmethod
+    def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record(stream)
+        return event
+
+
+def strips(layers: Sequence[int], page_bytes: int, begins: Sequence[int]) -> list[int]:
+    """Where in a page of these layers each stage begins, in bytes, and where the last one ends."""
+    each = page_bytes // len(layers)
+    return [each * sum(layer < begin for layer in layers) for begin in begins] + [page_bytes]

@@ -1,0 +1,98 @@
+"""Copies that are made as late as they may be, on a CPU: whoever does not wait for them finds or leaves wrong pages."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from random import Random
+
+from torch import Tensor
+
+from tandem.cache.paged_cache import PagedKVCache
+from tandem.cache.store.copies import Copy, Moves
+from tandem.cache.store.host_store import HostStore, Layers
+from tandem.cache.store.stream_lanes import strips
+
+
+class LateCopy:
+    """Its stages are made when somebody waits for them, behind the copies before it on its lane."""
+
+    def __init__(self, before: "LateCopy | None", behind: Sequence[Copy], stages: list[Callable[[], None]]) -> None:
+        self._before, self._behind, self._stages, self._num_done = before, behind, stages, 0
+
+    def is_done(self) -> bool:
+        return self._num_done == len(self._stages)
+
+    def wait(self, stage: int | None = None) -> None:
+        if self._num_done == 0:
+            for copy in (self._before, *self._behind):
+                if copy is not None:
+                    copy.wait()
+        end = len(self._stages) if stage is None else min(stage + 1, len(self._stages))
+        while self._num_done < end:
+            self._stages[self._num_done]()
+            self._num_done += 1
+        self._before, self._behind = None, ()
+
+    def finish(self) -> None:
+        self.wait()
+
+
+class LateLanes:
+    """random: some copies are made early, as they may be, too."""
+
+    def __init__(
+        self,
+        pools: Sequence[Tensor],
+        memory: Sequence[Tensor],
+        layers: Layers,
+        begins: Sequence[int],
+        random: Random | None = None,
+    ) -> None:
+        self._pools = [pool.view(pool.shape[0], -1).view(memory[0].dtype) for pool in pools]
+        self._memory, self._random = memory, random
+        self._cuts = [strips(of, pool.shape[1], begins) for of, pool in zip(layers, self._pools, strict=True)]
+        self._last: list[LateCopy | None] = [None, None]
+        self.made: list[LateCopy] = []
+
+    def copy(
+        self, moves: Sequence[Moves], behind: Sequence[Copy], *, up: bool, last: Callable[[], None] | None = None
+    ) -> LateCopy:
+        stages: list[Callable[[], None]] = [
+            lambda at=at: self._move(moves, at, up=up) for at in range(len(self._cuts[0]) - 1 if up else 1)
+        ]
+        if not moves:
+            stages = []
+        if last is not None:
+            stages.append(last)
+        self._last[up] = copy = LateCopy(self._last[up], behind, stages)
+        self.made.append(copy)
+        if self._random is not None and self._random.random() < 0.2:
+            self._random.choice(self.made).wait()
+        return copy
+
+    def _move(self, moves: Sequence[Moves], stage: int, *, up: bool) -> None:
+        for group, pages, slots in moves:
+            part = slice(*self._cuts[group][stage : stage + 2]) if up else slice(None)
+            for page, slot in zip(pages.tolist(), slots.tolist(), strict=True):
+                pool, memory = self._pools[group][page, part], self._memory[group][slot, part]
+                (pool if up else memory).copy_(memory if up else pool)
+
+
+def keep_late(cache: PagedKVCache, slots: Sequence[int], seed: int, *, verify: bool = False) -> HostStore:
+    """A store behind a cache, whose copies are late. Pages come up in a stage for each two layers."""
+    pools = [group.site.pool for group in cache._groups]
+    layers = [group.layers for group in cache.layout.groups]
+    make = partial(LateLanes, random=Random(seed))
+    begins = list(range(0, cache.layout.num_layers, 2))
+    store = HostStore(pools, slots, layers=layers, begins=begins, verify=verify, make_lanes=make)
+    cache.keep_evicted(store)
+    return store
+
+
+def await_copies(cache: PagedKVCache) -> None:
+    """Whoever is about to let a peer write does so."""
+    past = cache.copies_past()
+    if past is not None:
+        assert not past()
+        for copy, _ in list(cache._pools.copies._under_way.values()):
+            copy.finish()
+        assert past()

@@ -415,7 +415,7 @@ class RankInfo(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., alive: bool = ..., stalled: bool = ..., resident_bytes: _Optional[int] = ...) -> None: ...
 
 class WorkerCounters(_message.Message):
-    __slots__ = ("stale_calls", "stale_signals", "expired_leases", "recalled", "corrupt", "reservations", "drains", "pushes", "bytes_pushed", "prompt_tokens", "decoded_tokens", "drafted_tokens", "accepted_tokens", "evicted_snapshots", "host_pages_down", "host_pages_up", "host_hits", "host_bad_pages")
+    __slots__ = ("stale_calls", "stale_signals", "expired_leases", "recalled", "corrupt", "reservations", "drains", "pushes", "bytes_pushed", "prompt_tokens", "decoded_tokens", "drafted_tokens", "accepted_tokens", "evicted_snapshots", "host_pages_down", "host_pages_up", "host_hits", "host_bad_pages", "host_skipped_hits")
     STALE_CALLS_FIELD_NUMBER: _ClassVar[int]
     STALE_SIGNALS_FIELD_NUMBER: _ClassVar[int]
     EXPIRED_LEASES_FIELD_NUMBER: _ClassVar[int]
@@ -434,6 +434,7 @@ class WorkerCounters(_message.Message):
     HOST_PAGES_UP_FIELD_NUMBER: _ClassVar[int]
     HOST_HITS_FIELD_NUMBER: _ClassVar[int]
     HOST_BAD_PAGES_FIELD_NUMBER: _ClassVar[int]
+    HOST_SKIPPED_HITS_FIELD_NUMBER: _ClassVar[int]
     stale_calls: int
     stale_signals: int
     expired_leases: int
@@ -452,7 +453,8 @@ class WorkerCounters(_message.Message):
     host_pages_up: int
     host_hits: int
     host_bad_pages: int
-    def __init__(self, stale_calls: _Optional[int] = ..., stale_signals: _Optional[int] = ..., expired_leases: _Optional[int] = ..., recalled: _Optional[int] = ..., corrupt: _Optional[int] = ..., reservations: _Optional[int] = ..., drains: _Optional[int] = ..., pushes: _Optional[int] = ..., bytes_pushed: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., decoded_tokens: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., evicted_snapshots: _Optional[int] = ..., host_pages_down: _Optional[int] = ..., host_pages_up: _Optional[int] = ..., host_hits: _Optional[int] = ..., host_bad_pages: _Optional[int] = ...) -> None: ...
+    host_skipped_hits: int
+    def __init__(self, stale_calls: _Optional[int] = ..., stale_signals: _Optional[int] = ..., expired_leases: _Optional[int] = ..., recalled: _Optional[int] = ..., corrupt: _Optional[int] = ..., reservations: _Optional[int] = ..., drains: _Optional[int] = ..., pushes: _Optional[int] = ..., bytes_pushed: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., decoded_tokens: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., evicted_snapshots: _Optional[int] = ..., host_pages_down: _Optional[int] = ..., host_pages_up: _Optional[int] = ..., host_hits: _Optional[int] = ..., host_bad_pages: _Optional[int] = ..., host_skipped_hits: _Optional[int] = ...) -> None: ...
 
 class IslandInfo(_message.Message):
     __slots__ = ("name", "epoch", "transport", "workers", "restarts", "host")

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.transfer.errors import PeerGone, TransportError
+from tandem.transfer.machine_memory import machine_memory
 from tandem.transfer.membership import Detail, TransportConfig
 
 ALIGNMENT = 4096
@@ -50,11 +51,6 @@ class Segment:
             torch.frombuffer(memory, dtype=dtype, count=math.prod(shape), offset=offset).view(shape)
             for shape, dtype, offset in zip(shapes, dtypes, pool_offsets(config), strict=False)
         )
-
-
-def machine_memory() -> int:
-    """Bytes that this machine has."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def create_segment(config: TransportConfig) -> tuple[Segment, int]:

@@ -28,7 +28,8 @@ class PageCounts(NamedTuple):
     them that hold a state of an earlier position, for sequences or the prefix index, snapshot_bytes in all.
     evicted_snapshots: those that the prefix index has let go of so far.
 
-    The rest is of the store behind the prefix index, see StoreCounts: host_bytes is its capacity.
+    The rest is of the store behind the prefix index, see StoreCounts: host_bytes is its capacity. host_skipped_hits:
+    prompts for which it had pages that were computed, because that took less time than copying them.
     """
 
     total: int
@@ -46,6 +47,7 @@ class PageCounts(NamedTuple):
     host_pages_up: int = 0
     host_hits: int = 0
     host_bad_pages: int = 0
+    host_skipped_hits: int = 0
 
 
 class Room(NamedTuple):

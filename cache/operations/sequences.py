@@ -146,7 +146,13 @@ class SequenceCalls(Parts):
             return sliding.count > 0
         return bool(sliding.windows[self._table.rows(ids_of(seq_ids))].any())
 
-    def match_prefix(self, sequence: int, token_ids: Sequence[int] | Int64Array, salt: bytes = b"") -> int:
+    def match_prefix(
+        self,
+        sequence: int,
+        token_ids: Sequence[int] | Int64Array,
+        salt: bytes = b"",
+        most_bytes: int | None = None,
+    ) -> int:
         """Gives an empty sequence the longest indexed prefix of token_ids in full pages; its length in tokens.
 
         At least one token is left over to be computed. Where a page of some group covers more positions than others, a
@@ -154,7 +160,8 @@ class SequenceCalls(Parts):
         a prefix is found only where these are known. They take as much room as pages of its own would, so that those
         who use them, too, can grow as they have reserved: OutOfPages where there is less.
 
-        salt: at most 16 bytes; only what was published with the same one is found.
+        salt: at most 16 bytes; only what was published with the same one is found. most_bytes: that a store may copy
+        for each position that it makes the prefix longer; None: any number.
 
         With an encoder, token_ids begin with its prompt, which is padded to whole pages. Only what was published behind
         the same one is found, and nothing where not all of the encoder's pages are. Where a group keeps states, a
@@ -168,7 +175,7 @@ class SequenceCalls(Parts):
         tokens = integers("token_ids", token_ids)
         most = max(tokens.size - 1, 0) // self.layout.page_size
         border = int(self._table.borders[row])
-        num_pages, pages = self._pools.match(tokens, most, self._salt(row, tokens, salt), border)
+        num_pages, pages = self._pools.match(tokens, most, self._salt(row, tokens, salt), border, most_bytes)
         try:
             self._pages.share(row, num_pages * self.layout.page_size, pages)
         except OutOfPages:
@@ -204,6 +211,11 @@ class SequenceCalls(Parts):
         """Says whether peers may write into pages that are free or reserved now, as far as copies between the pools and
         the store are in the way; None where they may."""
         return self._pools.copies.mark()
+
+    @property
+    def copy_rate(self) -> float:
+        """Bytes a second that copies from the store have moved lately; 0 before the first."""
+        return self._pools.copies.rate
 
     @property
     def keeps_evicted(self) -> bool:
@@ -245,7 +257,7 @@ class SequenceCalls(Parts):
         )
         counts = PageCounts(total, free, len(pools.prefixes), max(map(mul, pools.num_draining, together)))
         if pools.prefixes.store is not None:
-            counts = _with_store(counts, pools.prefixes.store.counts)
+            counts = _with_store(counts, pools.prefixes.store.counts)._replace(host_skipped_hits=pools.num_skipped)
         return self._with_states(counts) if self.layout.recurs else counts
 
     def _with_states(self, counts: PageCounts) -> PageCounts:

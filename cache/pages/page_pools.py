@@ -32,6 +32,9 @@ class PagePools:
         self.allocators = tuple(PageAllocator(count) for count in num_pages)
         self.none: PageIds = tuple(np.empty(0, np.int32) for _ in num_pages)
         self.prefixes = PrefixIndex(self.allocators, page_size, spans, together)
+        self.num_skipped = 0
+        """Prompts whose pages in the store would have cost more than computing them."""
+        self._page_size = page_size
         self.copies = NO_COPIES
         """Those between the pools and the store of the prefix index."""
         drops = [span.drops_past for span in spans] if spans else [False] * len(num_pages)
@@ -56,11 +59,14 @@ class PagePools:
     def num_draining(self) -> tuple[int, ...]:
         return tuple(allocator.num_draining for allocator in self.allocators)
 
-    def match(self, token_ids: Int64Array, max_pages: int, salt: bytes, border: int) -> tuple[int, PageIds]:
-        """The longest known prefix, see PrefixIndex.match. What a store has of it is fetched first, and indexed."""
+    def match(
+        self, token_ids: Int64Array, max_pages: int, salt: bytes, border: int, most_bytes: int | None = None
+    ) -> tuple[int, PageIds]:
+        """The longest known prefix, see PrefixIndex.match. What a store has of it is fetched first, and indexed, where
+        that takes at most most_bytes for each position that the prefix is longer."""
         digests = self.prefixes.digests(token_ids, max_pages, salt)
         if self.prefixes.store is not None:
-            self._bring_up(digests, self.prefixes.store, border)
+            self._bring_up(digests, self.prefixes.store, border, most_bytes)
         return self.prefixes.match(digests, border)
 
     def allocate(self, counts: Sequence[int]) -> PageIds:
@@ -91,11 +97,15 @@ class PagePools:
             self._make_room(counts)
         return tuple(allocator.allocate(count) for allocator, count in zip(self.allocators, counts, strict=True))
 
-    def _bring_up(self, digests: Sequence[bytes], store: PageStore, border: int) -> None:
+    def _bring_up(self, digests: Sequence[bytes], store: PageStore, border: int, most_bytes: int | None) -> None:
         """Where that finds a longer prefix: pages from the store become pages of the prefix index. They take no room,
         for these can be evicted. Nothing happens where there are too few pages."""
         lacking = self.prefixes.lacking(digests, store, border)
         if lacking is None:
+            return
+        num_bytes = sum(at.size * size for at, size in zip(lacking.indexes, store.page_bytes, strict=True))
+        if most_bytes is not None and num_bytes > most_bytes * lacking.longer * self._page_size:
+            self.num_skipped += 1
             return
         names = [(group, [digests[i] for i in at.tolist()]) for group, at in enumerate(lacking.indexes)]
         own = list(zip(self.allocators, lacking.held, strict=True))

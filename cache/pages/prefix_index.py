@@ -18,9 +18,11 @@ NO_PAGE = -1
 
 
 class Lacking(NamedTuple):
-    """What a store has of a prefix and the index has not. indexes: int64 [n] of each group, places of these pages in
-    the chain of digests. held: int32 [m] of each group, the prefix's pages that the index has."""
+    """What a store has of a prefix and the index has not. longer: by how many entries the prefix is longer than without
+    it. indexes: int64 [n] of each group, places of these pages in the chain of digests. held: int32 [m] of each group,
+    the prefix's pages that the index has."""
 
+    longer: int
     indexes: list[Int64Array]
     held: list[Int32Array]
 
@@ -165,14 +167,15 @@ class PrefixIndex:
         pages = self._pages_of(digests)
         stored = np.array([store.find(group, digests) for group in range(len(self._groups))]) & (pages == NO_PAGE)
         length, begins = self._longest(_known(np.where(stored, np.int32(0), pages)), border)
-        if length <= self._longest(_known(pages), border)[0]:
+        known = self._longest(_known(pages), border)[0]
+        if length <= known:
             return None
         indexes, held = [], []
         for group, row, begin in zip(self._groups, pages, begins, strict=True):
             needed = np.arange(begin, self._end(group, length, border))[group.together - 1 :: group.together]
             indexes.append(needed[row[needed] == NO_PAGE])
             held.append(row[needed][row[needed] != NO_PAGE])
-        return Lacking(indexes, held)
+        return Lacking(length - known, indexes, held)
 
     def publish(self, token_ids: Int64Array, pages: tuple[Int32Array, ...], salt: bytes = b"", border: int = 0) -> None:
         """Indexes pages as the KV of the first n pages of token_ids, which hold so many; known ones stay.

@@ -1,5 +1,6 @@
 """Copies between a cache's pools and a store's memory, beside the forwards, and who waits for them."""
 
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from tandem.cache.plan.arrays import Int32Array
 
+FORGET = 0.8  # what earlier copies count beside the newest
 MOST_BYTES = 8 << 30  # under way at once; then the host waits for the oldest copies
 
 
@@ -34,16 +36,20 @@ class Copy(Protocol):
         """Blocks the host until they are done."""
         ...
 
+    @property
+    def seconds(self) -> float:
+        """How long they took, once they are done; 0: nobody knows."""
+        ...
+
 
 class Lanes(Protocol):
     """Where copies are queued. There is one lane for each direction, which makes its copies in order."""
 
     def copy(
         self, moves: Sequence[Moves], behind: Sequence[Copy], *, up: bool, last: Callable[[], None] | None = None
-    ) -> Copy | None:
+    ) -> Copy:
         """Queues copies: up into the pools, else into the store's memory. They run after what was launched on the
-        current stream so far, and after `behind`. last: launches what is to follow them on their lane. None: they are
-        made already."""
+        current stream so far, and after `behind`. last: launches what is to follow them on their lane."""
         ...
 
 
@@ -83,14 +89,15 @@ class PageCopies:
         self._pages = [np.zeros(count, np.int64) for count in num_pages]  # of each the number of its newest copy
         self._up = [np.zeros(count, np.int64) for count in num_pages]  # of each that of its newest copy up
         self._slots = [np.zeros(count, np.int64) for count in num_slots]
-        self._under_way: dict[int, tuple[Copy, int]] = {}  # by number, with bytes
+        self._under_way: dict[int, QueuedCopy] = {}  # by number
         self._num_bytes = self._number = 0
+        self._past_bytes = self._past_seconds = 0.0  # of copies up, later ones more than earlier ones
 
     @property
     def pending(self) -> bool:
         """Whether a copy may be under way."""
         if self._under_way:
-            for number in [one for one, (copy, _) in self._under_way.items() if copy.is_done()]:
+            for number in [one for one, queued in self._under_way.items() if queued.copy.is_done()]:
                 self._forget(number)
         return bool(self._under_way)
 
@@ -128,19 +135,24 @@ class PageCopies:
     def arrivals(self, number: int) -> Arrivals | None:
         """Of copies up until that number, for a forward that reads the pages; None where all are there."""
         found = self._under_way.get(number)
-        return None if found is None else Arrivals(found[0], self._begins)
+        return None if found is None else Arrivals(found.copy, self._begins)
 
     def wait_until(self, number: int) -> None:
         """What is launched on the current stream from now on runs after the copies up until that number."""
         if number in self._under_way:
-            self._under_way[number][0].wait()
+            self._under_way[number].copy.wait()
 
     def mark(self) -> Callable[[], bool] | None:
         """Says whether all copies that are queued by now are done; None where they are."""
         if not self.pending:
             return None
-        copies = [copy for copy, _ in self._under_way.values()]
+        copies = [queued.copy for queued in self._under_way.values()]
         return lambda: all(copy.is_done() for copy in copies)
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second that copies up have moved lately; 0 before the first."""
+        return self._past_bytes / self._past_seconds if self._past_seconds else 0.0
 
     def _touching(self, moves: Sequence[Moves]) -> list[Copy]:
         if not self._under_way:
@@ -152,26 +164,51 @@ class PageCopies:
     def _of(self, numbers: np.ndarray, places: Int32Array) -> list[Copy]:
         """Those under way that read or write these places."""
         found = np.unique(numbers[places]).tolist()
-        return [self._under_way[number][0] for number in found if number in self._under_way]
+        return [self._under_way[number].copy for number in found if number in self._under_way]
 
-    def _queue(self, moves: Sequence[Moves], copy: Copy | None, *, up: bool) -> None:
-        if copy is None:
-            return
+    def _queue(self, moves: Sequence[Moves], copy: Copy, *, up: bool) -> None:
         self._number += 1
         for group, pages, slots in moves:
             self._pages[group][pages] = self._slots[group][slots] = self._number
             if up:
                 self._up[group][pages] = self._number
         num_bytes = sum(slots.size * self._page_bytes[group] for group, _, slots in moves)
-        self._under_way[self._number] = copy, num_bytes
+        self._under_way[self._number] = QueuedCopy(copy, num_bytes, up)
         self._num_bytes += num_bytes
+        if copy.is_done():
+            self._forget(self._number)
         while self._num_bytes > MOST_BYTES and len(self._under_way) > 1:
             oldest = next(iter(self._under_way))
-            self._under_way[oldest][0].finish()
+            self._under_way[oldest].copy.finish()
             self._forget(oldest)
 
     def _forget(self, number: int) -> None:
-        self._num_bytes -= self._under_way.pop(number)[1]
+        copy, num_bytes, up = self._under_way.pop(number)
+        self._num_bytes -= num_bytes
+        if up and num_bytes and copy.seconds:
+            self._past_bytes = FORGET * self._past_bytes + num_bytes
+            self._past_seconds = FORGET * self._past_seconds + copy.seconds
+
+
+class QueuedCopy(NamedTuple):
+    copy: Copy
+    num_bytes: int
+    up: bool
+
+
+class MadeCopy(NamedTuple):
+    """A Copy that was made at once."""
+
+    seconds: float
+
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self, stage: int | None = None) -> None:
+        pass
+
+    def finish(self) -> None:
+        pass
 
 
 class DirectLanes:
@@ -183,7 +220,8 @@ class DirectLanes:
 
     def copy(
         self, moves: Sequence[Moves], behind: Sequence[Copy], *, up: bool, last: Callable[[], None] | None = None
-    ) -> None:
+    ) -> MadeCopy:
+        began = time.perf_counter()
         for group, pages, slots in moves:
             pool, memory = self._pools[group], self._memory[group]
             for page, slot in zip(pages.tolist(), slots.tolist(), strict=True):
@@ -191,8 +229,10 @@ class DirectLanes:
                     pool[page].copy_(memory[slot])
                 else:
                     memory[slot].copy_(pool[page])
+        seconds = time.perf_counter() - began
         if last is not None:
             last()
+        return MadeCopy(seconds)
 
 
 NO_COPIES = PageCopies(DirectLanes())

@@ -43,18 +43,18 @@ class HostStore:
         worker give it. make_lanes: None is by the pools' device."""
         if len(num_slots) != len(pools) or min(num_slots) < 0:
             raise InvalidArgument(f"num_slots is {tuple(num_slots)}; {len(pools)} counts of at least 0 are accepted")
-        self._page_bytes = [pool[0].nbytes for pool in pools]
-        self._memory = HostMemory(num_slots, self._page_bytes, pools[0].device)
+        self.page_bytes = [pool[0].nbytes for pool in pools]
+        self._memory = HostMemory(num_slots, self.page_bytes, pools[0].device)
         self._shelves = [Shelf(count) for count in num_slots]
         words = [words_of(pool) for pool in pools]
         self._sums = [PageSums(*of) for of in zip(words, num_slots, strict=True)] if verify else None
         self._agree = agree
         of_groups = [range(1)] * len(pools) if layers is None else layers
         if begins is None:
-            begins = [0] if layers is None else stages_of(layers, self._page_bytes)
+            begins = [0] if layers is None else stages_of(layers, self.page_bytes)
         lanes = (make_lanes or _make_lanes)(pools, self._memory.shelves, of_groups, begins)
         num_pages = [pool.shape[0] for pool in pools]
-        self.copies = PageCopies(lanes, num_pages, num_slots, self._page_bytes, begins)
+        self.copies = PageCopies(lanes, num_pages, num_slots, self.page_bytes, begins)
         self._down = self._up = self._hits = self._bad = 0
 
     @property
@@ -110,7 +110,7 @@ class HostStore:
 
     @property
     def counts(self) -> StoreCounts:
-        sizes = list(zip(self._shelves, self._page_bytes, strict=True))
+        sizes = list(zip(self._shelves, self.page_bytes, strict=True))
         capacity, used = (
             sum(count * size for count, size in of)
             for of in (

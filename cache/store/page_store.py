@@ -45,6 +45,11 @@ class PageStore(Protocol):
     """
 
     @property
+    def page_bytes(self) -> Sequence[int]:
+        """Of each layer group."""
+        ...
+
+    @property
     def copies(self) -> PageCopies:
         """Those under way. Whoever writes or reads their pages waits for them there."""
         ...

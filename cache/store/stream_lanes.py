@@ -24,8 +24,8 @@ def stages_of(layers: Sequence[Sequence[int]], page_bytes: Sequence[int]) -> lis
 class StreamCopy:
     """A Copy with an event for each stage."""
 
-    def __init__(self, events: Sequence[torch.cuda.Event]) -> None:
-        self.events = events
+    def __init__(self, began: torch.cuda.Event, events: Sequence[torch.cuda.Event]) -> None:
+        self._began, self.events = began, events
 
     def is_done(self) -> bool:
         try:
@@ -38,6 +38,13 @@ class StreamCopy:
 
     def finish(self) -> None:
         self.events[-1].synchronize()
+
+    @property
+    def seconds(self) -> float:
+        try:
+            return self._began.elapsed_time(self.events[-1]) / 1e3
+        except RuntimeError:
+            return 0.0
 
 
 class StreamLanes:
@@ -66,6 +73,7 @@ class StreamLanes:
         with torch.cuda.stream(stream):
             for copy in behind:
                 copy.wait()
+            began = self._event(stream)
             stages = range(len(self._cuts[0]) - 1 if up else 1) if moves else ()
             for stage in stages:
                 parts = [self._part(one, stage if up else None) for one in moves]
@@ -77,7 +85,7 @@ class StreamLanes:
             if last is not None:
                 last()
                 events[-1:] = [self._event(stream)]
-        return StreamCopy(events)
+        return StreamCopy(began, events)
 
     def _part(self, moves: Moves, stage: int | None) -> tuple[Int64Array, Int64Array, Int64Array]:
         """Addresses in memory and in the pool, and bytes, of a stage; None: of all layers."""
@@ -91,7 +99,7 @@ class StreamLanes:
 
     @staticmethod
     def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(enable_timing=True)
         event.record(stream)
         return event
 

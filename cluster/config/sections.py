@@ -16,7 +16,7 @@ from pydantic import (
 from tandem.cluster.config.model import find_model, model_name, model_root, usable_path
 from tandem.cluster.config.nodes import GatewayNodes
 from tandem.cluster.config.units import (
-    Bytes,
+    AnyBytes,
     Calls,
     Cpus,
     Factor,
@@ -114,9 +114,11 @@ class CacheSection(Section):
     state_share: Share = Field(default=0.25, ge=0, le=1)
     """memory of the snapshots, as a fraction of the bytes of the pages with K and V. Above 0 there is room for at least
     one snapshot per 16 of max_sequences + 8"""
-    host_bytes: Bytes | None = Field(default=None, le=1 << 44)
+    host_bytes: AnyBytes | None = Field(default=None, le=1 << 44)
     """host memory of each worker for prefixes that its pages have no room for: they are copied there when they are
-    evicted, and back when a prompt begins with one; null keeps none"""
+    evicted, and back when a prompt begins with one, unless computing it takes less time. 0 keeps none; null keeps none
+    on CPUs. On a GPU host null is a quarter of its memory, in even parts for all workers there, at most 64 GiB each. A
+    control group's limit counts as the host's memory"""
     verify_host: bool = False
     """whether pages that come back from there are compared with what was copied; one that differs is computed again"""
 

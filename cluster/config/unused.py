@@ -34,7 +34,7 @@ RULES = (
     Unused("speculation.max_step_tokens", "speculation.method", lambda method: method == "none"),
     Unused("speculation.max_ngram", "speculation.method", lambda method: method != "ngram"),
     Unused("cache.host_bytes", "cache.prefix_sharing", lambda sharing: not sharing, "no prefix is cached then"),
-    Unused("cache.verify_host", "cache.host_bytes", lambda host_bytes: host_bytes is None),
+    Unused("cache.verify_host", "cache.host_bytes", lambda host_bytes: not host_bytes),
     Unused("gateway.cors_origins", "gateway.http_port", lambda port: port is None, "there is no HTTP server then"),
     Unused("metrics.host", "metrics.port", lambda port: port is None),
     Unused("record.max_mib", "record.folder", lambda folder: folder is None),

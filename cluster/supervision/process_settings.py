@@ -13,7 +13,7 @@ from tandem.cluster.errors import ConfigError
 from tandem.cluster.gateway.settings import GatewaySettings
 from tandem.cluster.served_model import ServedModel
 from tandem.transfer.factory import TRANSPORTS
-from tandem.transfer.segment import machine_memory
+from tandem.transfer.machine_memory import machine_memory
 from tandem.workers.config import Role, WorkerConfig
 from tandem.workers.pool_pages import host_bytes_needed, pages_in, pool_pages
 from tandem.workers.runner.reserved_bytes import GPU_MEMORY_UTILIZATION
@@ -175,7 +175,7 @@ def check_memory(worker: WorkerConfig, layout: KVLayout, num_pages: int) -> None
     """ConfigError if one worker's pages, those of windows and states included, and its host_bytes exceed this machine's
     memory."""
     counts, there = enumerate(pool_pages(worker, layout, num_pages)), machine_memory()
-    if worker.host_bytes is not None:
+    if worker.host_bytes:
         least = host_bytes_needed(worker, layout, num_pages)
         if not least <= worker.host_bytes < there:
             raise ConfigError(
@@ -193,7 +193,7 @@ def check_memory(worker: WorkerConfig, layout: KVLayout, num_pages: int) -> None
 
 def check_snapshots(worker: WorkerConfig, layout: KVLayout) -> None:
     """ConfigError if host memory is asked for prefixes of a model with states, of which no snapshots are kept."""
-    if worker.host_bytes is None or not layout.recurs or (worker.state_interval and worker.state_share):
+    if not worker.host_bytes or not layout.recurs or (worker.state_interval and worker.state_share):
         return
     key, value = ("state_share", "0") if worker.state_interval else ("state_interval", "null")
     raise ConfigError(

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tandem.cache.store.copies import PageCopies
 from tandem.cache.store.host_store import HostStore
 from tandem.cluster.cli.replayed_workers import replay_files
 from tandem.cluster.metrics.cluster_series import worker_families
@@ -22,6 +23,12 @@ OUTPUT = 6
 FEW: dict[str, Any] = {"cache.num_pages": 20, "cache.host_bytes": 4 << 20, "cache.verify_host": True}
 """Pages for one prompt of PROMPTS and its output, and no more; host memory for all of them."""
 PROMPTS = [random_prompt(97 + number, number) for number in range(4)]
+
+
+@pytest.fixture(autouse=True)
+def _every_hit_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is busy may measure any rate."""
+    monkeypatch.setattr(PageCopies, "rate", 0.0)
 
 
 def spoil(island: Island) -> None:
@@ -60,6 +67,30 @@ def test_prompts_that_evict_one_another_come_back(tmp_path: Path) -> None:
             samples = {one.name: one.samples for one in worker_families(client.cluster_info().islands)}
         assert samples["tandem:worker_host_hits"][0].value >= 3
         assert samples["tandem:worker_host_bytes_used"][0].value > 0
+
+
+def test_what_takes_longer_than_computing_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the rates of a worker: of its copies, which are told here, and of its prompts. A replay does the same."""
+    folder = save_checkpoint("llama", tmp_path / "model")
+    prompts = [random_prompt(200 + number, number) for number in range(3)]
+    expected = greedy_all(load_oracle(folder), prompts, OUTPUT)
+    both = list(zip(prompts, expected, strict=True))
+    few = {**FEW, "cache.num_pages": 30, "record.folder": str(tmp_path / "records"), "record.prompts": True}
+    with running_island(folder, few) as island:
+        prefill = workers_of(island)[0]
+        assert [cached_of(island, *one) for one in both] == [0] * 3
+        monkeypatch.setattr(PageCopies, "rate", 1.0)
+        assert [cached_of(island, *one) for one in both] == [0] * 3
+        assert prefill.counters.host_hits == 0
+        monkeypatch.setattr(PageCopies, "rate", 1e15)
+        assert [cached_of(island, *one) for one in both] == [192, 200, 200]
+        until(lambda: is_idle(island))
+        counters = workers_of(island)[0].counters
+    assert counters.host_skipped_hits >= 3
+    assert counters.host_hits >= 3
+    summary = replay_files(sorted((tmp_path / "records").glob("*.tandemrec")))
+    assert summary.difference is None
+    assert summary.prefix_hits
 
 
 @pytest.mark.long

@@ -116,6 +116,14 @@ CACHE = (
         tests=("tests/cache/store/test_host_store.py::test_what_follows_a_page_comes_up_with_it",),
     ),
     Mutant(
+        name="hit-that-costs-more-than-computing",
+        file="workers/steps/step_loop.py",
+        find="return int(copies / prompts) if copies and prompts else None",
+        replace="return None",
+        reason="Pages on the host stay there where computing them takes less time.",
+        tests=("tests/e2e/test_host_tier.py::test_what_takes_longer_than_computing_is_computed",),
+    ),
+    Mutant(
         name="slot-filled-before-it-is-read",
         file="cache/store/copies.py",
         find="        found += [self._of(self._slots[group], slots) for group, _, slots in moves]\n",

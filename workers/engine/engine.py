@@ -13,7 +13,7 @@ from tandem.cache.pages.prefix_log import PrefixChanges
 from tandem.cache.plan.arrays import Int32Array, Int64Array
 from tandem.cache.plan.position_map import PositionMap
 from tandem.transfer.completion import pack_payload
-from tandem.transfer.recall import Recall, RecallDesk, RecallInbox, num_request_rows
+from tandem.transfer.recall import Recall, RecallDesk, RecallInbox
 from tandem.transfer.transport import Fence, Transport
 from tandem.workers.engine.admission import Admission
 from tandem.workers.engine.capabilities import Capabilities
@@ -58,16 +58,13 @@ class Engine:
         self._shared = shared
         self._runner = runner
         self._transport = transport
-        self._recalls = RecallDesk(transport)
-        self._recalled = RecallInbox(transport)
+        self._recalls, self._recalled = RecallDesk(transport), RecallInbox(transport)
         self._num_prompt_launches = 0
         self._late: LateSamples | None = None  # of the last step, until its masks come
         self._sizes = runner.graph_sizes
         self.layout = cache.layout
         self.max_sequence_length = cache.max_sequence_length
-        where = transport.pe, transport.num_pes, transport.epoch
-        epochs = transport.config.all_epochs
-        self.peers = Peers(*where, transport.num_pages, num_request_rows(transport), transport.layouts, epochs)
+        self.peers = Peers.of(transport)
 
     # Actions: before the first request
 
@@ -94,14 +91,14 @@ class Engine:
     def admit(self, sequence: int, asked: Admission) -> int:
         """Adds a sequence and reserves room for it. Returns how many tokens of its prompt are cached.
 
-        Raises OutOfPages, OutOfSequences, or InvalidArgument for an unsupported window. On an error the sequence is not
-        added.
+        Raises OutOfPages, OutOfSequences, or InvalidArgument for a window. On an error the sequence is not added.
         """
         cache = self._cache
         prompt = asked.prompt
         cache.add_sequence(sequence, prompt.encoder.length)
         try:
-            matched = cache.match_prefix(sequence, prompt.token_ids, prompt.salt) if asked.shares else 0
+            most = asked.most_bytes
+            matched = cache.match_prefix(sequence, prompt.token_ids, prompt.salt, most) if asked.shares else 0
             if asked.slides and prompt.sliding is not None:
                 cache.enable_sliding_window(sequence, prompt.sliding.window, prompt.sliding.sinks)
             cache.reserve(sequence, asked.num_tokens, asked.longest_append)
@@ -120,7 +117,7 @@ class Engine:
 
     @action
     def expect(self, sequence: int, num_tokens: int) -> PositionMap:
-        """Grows the sequence by num_tokens positions that a peer will write. Returns where each of them goes."""
+        """Grows the sequence by positions that a peer will write, once peers_mark() is past. Returns where."""
         return self._cache.prepare_receive(sequence, num_tokens, rotated=True)
 
     @action
@@ -157,8 +154,7 @@ class Engine:
             return self._launch_prompts(step)
         assert self._late is None, "mask() comes first"
         launched = self._launch_rows(step.rows, step)
-        if step.rows.sampling.is_guided:
-            self._late = cast(LateSamples | None, launched.rows)
+        self._late = cast(LateSamples | None, launched.rows) if step.rows.sampling.is_guided else None
         return launched
 
     @action
@@ -191,9 +187,9 @@ class Engine:
         masks: Int32Array | None = None,
     ) -> PendingSamples:
         """Samples a token for each row of the logits, see ModelRunner.sample_async. Then a head computes its part of
-        the prompts. Their KV is whole only after that: nobody pushes or publishes it before. Then the sequences
-        `pushes` are pushed, see PagedKVCache.send_cached, and the tokens posted, in order. Each signal comes behind all
-        writes to its PE that were launched before. Raises PeerGone."""
+        the prompts. Their KV is whole only after that. Then the sequences `pushes` are pushed, see
+        PagedKVCache.send_cached, and the tokens posted, in order. Each signal comes behind all writes to its PE that
+        were launched before. Raises PeerGone."""
         tokens, pending = self._runner.sample_async(logits.on_device, sampling, positions, masks)
         left, logits.left = logits.left, None
         if left is not None:
@@ -210,8 +206,8 @@ class Engine:
     @action
     def mask(self, masks: Int32Array) -> None:
         """The masks of the guided rows of the step that was launched last, see masks_of(). It samples now."""
+        assert self._late is not None, "the last step waits for no masks"
         late, self._late = self._late, None
-        assert late is not None, "the last step waits for no masks"
         late.launch(masks)
 
     @action
@@ -265,9 +261,8 @@ class Engine:
     @property
     def capabilities(self) -> Capabilities:
         """They change when something is captured."""
-        following = self._runner.next_drafts
+        runner, following = self._runner, self._runner.next_drafts
         most, looks_up = (0, False) if following is None else (following.num_sequences, following.looks_up)
-        runner = self._runner
         return Capabilities(runner.overlaps, runner.drafts is not None, most, looks_up, self._sizes)
 
     def takes(self, num_sequences: int, num_tokens: int, rows: Sequence[int] = ()) -> bool:
@@ -317,6 +312,11 @@ class Engine:
     def peers_mark(self) -> Callable[[], bool] | None:
         """Says whether peers may write into the pages that are free or reserved now; None where they may."""
         return self.mark(copies=True) if self.lets_go else self._cache.copies_past()
+
+    @property
+    def copy_rate(self) -> float:
+        """See PagedKVCache.copy_rate."""
+        return self._cache.copy_rate
 
     def fence(self, pe: int) -> Fence:
         """See Transport.fence."""

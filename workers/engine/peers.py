@@ -3,6 +3,8 @@
 from typing import NamedTuple
 
 from tandem.cache.plan.layout import KVLayout
+from tandem.transfer.recall import num_request_rows
+from tandem.transfer.transport import Transport
 
 
 class Peers(NamedTuple):
@@ -17,6 +19,13 @@ class Peers(NamedTuple):
     num_signals: int
     layouts: tuple[KVLayout, ...]
     epochs: tuple[int, ...]
+
+    @classmethod
+    def of(cls, transport: Transport) -> "Peers":
+        """Those of a transport that has joined."""
+        where = transport.pe, transport.num_pes, transport.epoch
+        epochs = transport.config.all_epochs
+        return cls(*where, transport.num_pages, num_request_rows(transport), transport.layouts, epochs)
 
     def with_epoch(self, pe: int, epoch: int) -> "Peers":
         """Once a peer has gone, or another process has its place."""

@@ -22,7 +22,7 @@ from tandem.transfer.recall import Recall
 from tandem.transfer.wire_map import encode_map
 from tandem.workers.config import LoopSettings, SpeculationSettings
 from tandem.workers.counters import Counters
-from tandem.workers.engine.admission import Admission
+from tandem.workers.engine.admission import Admission, MostBytes, any_number
 from tandem.workers.engine.engine import Engine
 from tandem.workers.errors import CorruptKV, InvalidCall, NoRoom, StaleEpoch, StaleReservation
 from tandem.workers.requests.decode_request import DecodeRequest
@@ -53,8 +53,10 @@ class Reservations:
         ids: SequenceIds,
         settings: LoopSettings,
         clock: Clock,
+        most_bytes: MostBytes = any_number,
     ) -> None:
         self._engine = engine
+        self._most_bytes = most_bytes
         self._counters = counters
         self._ids = ids
         self._max_sequences = settings.max_sequences
@@ -269,7 +271,9 @@ class Reservations:
         slides = prompt.sliding is not None
         shares = self._sharing and not prompt.whole and not slides
         try:
-            matched = engine.admit(sequence_id, Admission(prompt, *reach, shares, slides and writer_pe != own_pe))
+            most_bytes = self._most_bytes() if shares else None
+            asked = Admission(prompt, *reach, shares, slides and writer_pe != own_pe, most_bytes)
+            matched = engine.admit(sequence_id, asked)
             if writer_pe > own_pe and not self._has_room_for_longest():
                 raise NoRoom(f"no room for request {request_id!r}: what is left is for a prompt of a peer")
             signal = None if writer_pe == own_pe else self._signals.acquire()

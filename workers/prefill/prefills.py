@@ -12,7 +12,7 @@ import numpy as np
 from tandem.cache.plan.position_map import PositionMap
 from tandem.transfer.errors import PeerGone
 from tandem.workers.config import LoopSettings
-from tandem.workers.engine.admission import Admission
+from tandem.workers.engine.admission import Admission, MostBytes, any_number
 from tandem.workers.engine.engine import Engine
 from tandem.workers.errors import Aborted, InvalidCall, LogitsNotFinite, WorkerError, forward_failed
 from tandem.workers.handoff.handoff import QUIET_POLL_SECONDS, RECALL_POLL_SECONDS, Handoff, settled
@@ -73,8 +73,10 @@ class Prefills:
         meter: PushMeter,
         ids: SequenceIds,
         settings: LoopSettings,
+        most_bytes: MostBytes = any_number,
     ) -> None:
         self._engine = engine
+        self._most_bytes = most_bytes
         self._scheduler = scheduler
         self._handoff = handoff
         self._speculative = speculative
@@ -268,7 +270,8 @@ class Prefills:
 
     def _begin(self, request: Prompt) -> None:
         shares = self._sharing and request.gatherer is None
-        asked = Admission(request.spec, request.num_tokens, self._max_batch_tokens, shares)
+        most_bytes = self._most_bytes() if shares else None
+        asked = Admission(request.spec, request.num_tokens, self._max_batch_tokens, shares, most_bytes=most_bytes)
         request.cached_tokens = request.computed = self._engine.admit(request.sequence_id, asked)
         request.started = time.perf_counter()
 

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from tandem.workers.config import LoopSettings
-from tandem.workers.engine.admission import Admission
+from tandem.workers.engine.admission import Admission, MostBytes, any_number
 from tandem.workers.engine.engine import Engine
 from tandem.workers.engine.step import Step
 from tandem.workers.handoff.retired import RetiredSequences
@@ -38,8 +38,10 @@ class SpeculativePrefill:
         ids: SequenceIds,
         settings: LoopSettings,
         clock: Clock,
+        most_bytes: MostBytes = any_number,
     ) -> None:
         self._engine = engine
+        self._most_bytes = most_bytes
         self._retired = retired
         self._ids = ids
         self._max_batch_tokens = settings.max_batch_tokens
@@ -66,7 +68,8 @@ class SpeculativePrefill:
         lease = Lease(self._lease_seconds, self._clock)
         prompt = self._prompt = SpeculativePrompt(request_id, self._ids.take(), spec, lease)
         try:
-            asked = Admission(spec, size, self._max_batch_tokens, self._sharing)
+            most_bytes = self._most_bytes()
+            asked = Admission(spec, size, self._max_batch_tokens, self._sharing, most_bytes=most_bytes)
             prompt.cached_tokens = engine.admit(prompt.sequence_id, asked)
             self._compute(prompt)
         except Exception:

@@ -5,6 +5,7 @@ import time
 from tandem.workers.scheduling.batch import StepBatch
 
 STEP_WEIGHT = 0.1  # of the newest decode step in the average
+WHOLE_TOKENS = 128
 FORGET = 0.8  # what earlier prompts count beside the newest
 
 
@@ -12,13 +13,16 @@ class StepMeter:
     """Measures each step with work. Owned by the step thread; other threads may read its attributes.
 
     steps: with rows or prompt chunks, so far. token_seconds: from one decode step to the next, while rows are stepped.
-    prompt_tokens_per_second: while prompts are computed. Both are moving averages, 0 before the first.
+    prompt_tokens_per_second: while prompts are computed. whole_prompt_rate: the same, of WHOLE_TOKENS or more at a
+    time: short ends of prompts, whose prefixes were cached, take a forward each, and may wait for these. All are moving
+    averages, 0 before the first.
     """
 
     def __init__(self) -> None:
         self.steps = 0
         self.token_seconds = 0.0
         self.prompt_tokens_per_second = 0.0
+        self.whole_prompt_rate = 0.0
         self._began = 0.0
         self._stepping = False  # whether the last step had rows
         self._tokens, self._seconds = 0, 0.0  # of prompts, since the last one that came to its end
@@ -48,4 +52,7 @@ class StepMeter:
             self._past_tokens = FORGET * self._past_tokens + self._tokens
             self._past_seconds = FORGET * self._past_seconds + self._seconds
             self.prompt_tokens_per_second = self._past_tokens / self._past_seconds
+            if self._tokens >= WHOLE_TOKENS:
+                rate = self._tokens / self._seconds
+                self.whole_prompt_rate = rate + FORGET * ((self.whole_prompt_rate or rate) - rate)
             self._tokens, self._seconds = 0, 0.0

@@ -61,11 +61,12 @@ class StepLoop:
         ids, retired = SequenceIds(), RetiredSequences(engine)
         self._retired = retired
         handoff = Handoff(engine, retired, counters, settings, clock)
-        speculative = SpeculativePrefill(engine, retired, ids, settings, clock)
+        price = self._most_bytes
+        speculative = SpeculativePrefill(engine, retired, ids, settings, clock, price)
         speculated = settings.speculation
         speculation = Speculation(ends.drafter, engine, speculated.tokens, speculated.max_step_tokens, counters)
-        self._reservations = reservations = Reservations(engine, counters, ids, settings, clock)
-        self.prefills = Prefills(engine, scheduler, handoff, speculative, retired, ends.meter, ids, settings)
+        self._reservations = reservations = Reservations(engine, counters, ids, settings, clock, price)
+        self.prefills = Prefills(engine, scheduler, handoff, speculative, retired, ends.meter, ids, settings, price)
         self.decodes = Decodes(
             engine,
             scheduler,
@@ -139,6 +140,13 @@ class StepLoop:
         """Prompt tokens a second, as measured without rows, or as the model of steps has them where rows never pause; 0
         before any were computed."""
         return self.meter.prompt_tokens_per_second or self.scheduler.pace.prompt_rate()
+
+    def _most_bytes(self) -> int | None:
+        """See Admission: bytes that copies from the store move while a token is computed, as both were measured here.
+        None before."""
+        copies = self.engine.copy_rate
+        prompts = self.meter.whole_prompt_rate or self.scheduler.pace.prompt_rate()
+        return int(copies / prompts) if copies and prompts else None
 
     def step(self) -> float | None:
         """One step; see Steps. While tokens of a decode step are to be read, nothing is launched: the device has its

@@ -104,6 +104,20 @@ def test_pages_in_use_leave_no_room_to_come_back() -> None:
     assert (cache.num_free_pages, cache.pages.host_pages_up) == (free, 0)
 
 
+def test_pages_that_take_longer_than_computing_stay() -> None:
+    """By bytes for each token that need not be computed; a prefix that lies in both places costs what it lacks."""
+    cache = with_store()
+    served(cache, A)
+    served(cache, B)
+    each = LAYOUT.page_bytes(0) // LAYOUT.page_size
+    for most, found in ((each - 1, 0), (each, 20)):
+        cache.add_sequence(0)
+        assert cache.match_prefix(0, A, most_bytes=most) == found
+        cache.remove_sequence(0)
+    counts = cache.pages
+    assert (counts.host_skipped_hits, counts.host_hits, counts.host_pages_up) == (1, 1, 5)
+
+
 def test_a_small_store_keeps_the_beginning() -> None:
     """What is used last goes first, and that is the end of a prompt."""
     cache = with_store(slots=4)

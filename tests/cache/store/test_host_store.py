@@ -202,6 +202,22 @@ def test_what_follows_a_page_comes_up_with_it() -> None:
     assert pools[0][6].eq(0).all()
 
 
+def test_the_rate_is_that_of_copies_up() -> None:
+    """Of late ones, those most that moved most bytes."""
+    pools = pools_of()
+    store = HostStore(pools, SLOTS)
+    store.put(named(0, [1, 2, 3], [0, 1, 2]))
+    assert store.copies.rate == 0
+    lanes: Any = store.copies._lanes
+    seconds = iter([2.0, 5.0])
+    copy = lanes.copy
+    lanes.copy = lambda *of, **options: copy(*of, **options)._replace(seconds=next(seconds))
+    store.fetch([named(0, [1, 2, 3], [5, 6, 7])])
+    assert store.copies.rate == 3 * 24 / 2
+    store.fetch([named(0, [1], [5])])
+    assert store.copies.rate == pytest.approx((0.8 * 72 + 24) / (0.8 * 2 + 5))
+
+
 def test_no_more_is_under_way_than_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     pools = pools_of()
     monkeypatch.setattr(copies, "MOST_BYTES", 2 * pools[0][0].nbytes)

@@ -28,6 +28,9 @@ class Stream:
 
 
 class Event:
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+
     def record(self, stream: object) -> None:
         self.stream = stream
 

@@ -8,13 +8,15 @@ class SequenceState(NamedTuple):
 
     num_tokens: positions appended; a sliding window has evicted some of them. border: those of its encoder, padding
     included; 0 without one. encoder_len: the same without padding. bytes_sent: of positions that forwards have sent or
-    were planned to send, without what the receiver's map skips; less again after a pop.
+    were planned to send, without what the receiver's map skips; less again after a pop. num_fetched: of the prefix that
+    it began with, what a store copied back for it.
     """
 
     num_tokens: int
     border: int
     encoder_len: int
     bytes_sent: int
+    num_fetched: int = 0
 
 
 class PageCounts(NamedTuple):

@@ -183,6 +183,7 @@ class SequenceCalls(Parts):
                 return 0
             raise
         self._fences.arrive(row)
+        self._table.fetched[row] = min(self._pools.num_fetched, num_pages) * self.layout.page_size
         return num_pages * self.layout.page_size
 
     def publish_prefix(self, sequence: int, token_ids: Sequence[int] | Int64Array, salt: bytes = b"") -> None:
@@ -205,7 +206,8 @@ class SequenceCalls(Parts):
         """From now on the store gets the pages that the prefix index evicts, and match_prefix finds them there, too.
         Their copies may be under way when calls return: forwards and sends wait for them, and peers by copies_past().
         A page that is not what it was is as unknown."""
-        self._pools.prefixes.store, self._pools.copies = store, store.copies
+        self._pools.prefixes.keep_evicted(store)
+        self._pools.copies = store.copies
 
     def copies_past(self) -> Callable[[], bool] | None:
         """Says whether peers may write into pages that are free or reserved now, as far as copies between the pools and
@@ -234,10 +236,10 @@ class SequenceCalls(Parts):
         """Grows whenever a page comes into the prefix index or leaves it. Any thread may read it."""
         return self._pools.prefixes.position
 
-    def prefix_changes(self, since: int | None = None) -> PrefixChanges:
-        """Keys of full pages in the prefix index: what came and went since an earlier report's `position`. All keys for
-        None, or where that is too long ago."""
-        return self._pools.prefixes.changes(since)
+    def prefix_changes(self, since: int | None = None, *, stored: bool = False) -> PrefixChanges:
+        """Keys of full pages in the prefix index: what came and went since an earlier answer's `position`. All keys for
+        None, or where that is too long ago. stored: of pages in the index or in the store behind it; none without."""
+        return self._pools.prefixes.changes(since, stored=stored)
 
     def sequence(self, sequence: int) -> SequenceState:
         """What it holds now."""
@@ -245,7 +247,8 @@ class SequenceCalls(Parts):
         if marks.count and marks.ends[row]:
             counts = enumerate(marks.num_slots_sent(row))
             sent = sum(count * self.layout.entry_bytes(group) for group, count in counts)
-        return SequenceState(table.num_positions(row), table.border(row), int(table.encoder_lens[row]), sent)
+        where = table.num_positions(row), table.border(row), int(table.encoder_lens[row])
+        return SequenceState(*where, sent, int(table.fetched[row]))
 
     @property
     def pages(self) -> PageCounts:

@@ -32,6 +32,8 @@ class PagePools:
         self.allocators = tuple(PageAllocator(count) for count in num_pages)
         self.none: PageIds = tuple(np.empty(0, np.int32) for _ in num_pages)
         self.prefixes = PrefixIndex(self.allocators, page_size, spans, together)
+        self.num_fetched = 0
+        """By how many entries the last match is longer than it would be without a store, at most."""
         self.num_skipped = 0
         """Prompts whose pages in the store would have cost more than computing them."""
         self._page_size = page_size
@@ -64,7 +66,7 @@ class PagePools:
     ) -> tuple[int, PageIds]:
         """The longest known prefix, see PrefixIndex.match. What a store has of it is fetched first, and indexed, where
         that takes at most most_bytes for each position that the prefix is longer."""
-        digests = self.prefixes.digests(token_ids, max_pages, salt)
+        digests, self.num_fetched = self.prefixes.digests(token_ids, max_pages, salt), 0
         if self.prefixes.store is not None:
             self._bring_up(digests, self.prefixes.store, border, most_bytes)
         return self.prefixes.match(digests, border)
@@ -125,6 +127,7 @@ class PagePools:
             row[at[good]] = ids[good]
         self.prefixes.add(digests, given)
         self.release(fresh)
+        self.num_fetched = lacking.longer
 
     def _check_room(self, gone: PageIds, counts: Sequence[int]) -> None:
         """OutOfPages unless eviction can make room for counts[i] pages of group i once `gone` is released."""

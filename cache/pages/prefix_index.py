@@ -15,6 +15,7 @@ from tandem.cache.plan.spans import ALL, Span
 from tandem.cache.store.page_store import NamedPages, PageStore
 
 NO_PAGE = -1
+MOST_STORED = 1 << 16  # keys that the log of pages in the store has room for, beside those of pages
 
 
 class Lacking(NamedTuple):
@@ -92,6 +93,7 @@ class PrefixIndex:
         self._clock = 0
         self.store: PageStore | None = None
         """Where evicted pages go."""
+        self._reach = PrefixLog(max_keys=0)  # of keys that are here or in the store; where there is one
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -123,19 +125,32 @@ class PrefixIndex:
         left = pages.allocator.references[ids] - times
         return int(np.count_nonzero(pages.unused())) + int(np.count_nonzero(indexed[ids] & (left == 1)))
 
+    def keep_evicted(self, store: PageStore) -> None:
+        """From now on evicted pages go to the store, which is empty."""
+        self.store = store
+        self._reach = PrefixLog(max_keys=self._keys.size + MOST_STORED)
+        self._reach.add(self._all_keys())
+
     @property
     def position(self) -> int:
-        """Grows whenever an entry comes or goes. Any thread may read it."""
-        return self._log.position
+        """Grows whenever an entry comes or goes, here or in the store. Any thread may read it."""
+        return self._log.position + self._reach.position
 
-    def changes(self, since: int | None) -> PrefixChanges:
-        """Keys that have come and gone since the `position` of an earlier report; all of them for None, or where the
-        log does not reach back so far."""
-        found = None if since is None else self._log.since(since)
-        if found is None:
-            entries = np.fromiter(self._digests, np.int64, len(self._digests))
-            return PrefixChanges(self.position, True, self._keys[:0], self._keys[entries])
-        return PrefixChanges(self.position, False, *found)
+    def changes(self, since: int | None, *, stored: bool = False) -> PrefixChanges:
+        """Keys that have come and gone since the `position` of an earlier answer; all of them for None, or where the
+        log does not reach back so far. stored: those of the store count, too. None without a store."""
+        log = self._reach if stored else self._log
+        found = None if since is None else log.since(since)
+        if found is not None:
+            return PrefixChanges(log.position, False, *found)
+        keys = self._all_keys()
+        if stored:
+            others = _keys(self.store.digests()) if self.store is not None else keys[:0]
+            keys = np.union1d(keys, others) if self.store is not None else keys[:0]
+        return PrefixChanges(log.position, True, keys[:0], keys)
+
+    def _all_keys(self) -> PrefixKeys:
+        return self._keys[np.fromiter(self._digests, np.int64, len(self._digests))]
 
     def digests(self, token_ids: Int64Array, max_pages: int, salt: bytes = b"") -> list[bytes]:
         """Of the first pages of token_ids, at most max_pages, up to the first without which no longer prefix is
@@ -212,6 +227,9 @@ class PrefixIndex:
             added.append(entry)
         self._keys[added] = keys = _keys([self._digests[entry] for entry in added])
         self._log.add(keys)
+        if self.store is not None and added:
+            new_here = [not self.store.has(self._digests[entry]) for entry in added]
+            self._reach.add(keys[np.array(new_here)])
         for number, (group, row, mask) in enumerate(zip(self._groups, given, new, strict=True)):
             ids, entries = row[mask], known[mask]
             group.allocator.retain(ids)
@@ -265,6 +283,11 @@ class PrefixIndex:
         pages = pages[np.argsort(of.stamps[pages], kind="stable")]
         self.store.put(NamedPages(group, [self._digests[entry] for entry in of.entries[pages].tolist()], pages))
 
+    def forget_stored(self) -> None:
+        """What the store has forgotten, and is not here, counts as gone."""
+        forgotten = [] if self.store is None else self.store.take_forgotten()
+        self._reach.remove(_keys(list(dict.fromkeys(one for one in forgotten if not self._knows(one)))))
+
     def _longest(self, pages: Int32Array, border: int) -> tuple[int, list[int]]:
         """The most of n pages (int32 [groups, n], NO_PAGE where there is none) behind which a query finds all that it
         needs, and the first page index that it needs in each group."""
@@ -283,8 +306,12 @@ class PrefixIndex:
         return length, [int(first[length]) for first in firsts]
 
     def _drop(self, entries: Int64Array) -> None:
-        for entry in entries.tolist():
-            del self._entries[self._digests.pop(entry)]
+        gone = [self._digests.pop(entry) for entry in entries.tolist()]
+        for digest in gone:
+            del self._entries[digest]
+        if self.store is not None:
+            self.forget_stored()
+            self._reach.remove(_keys([digest for digest in gone if not self.store.has(digest)]))
         self._free += entries.tolist()
         self._log.remove(self._keys[entries])
         for group, pages in zip(self._groups, self._pages, strict=True):

@@ -79,6 +79,12 @@ class HostStore:
     def has(self, digest: bytes) -> bool:
         return any(digest in shelf for shelf in self._shelves)
 
+    def digests(self) -> list[bytes]:
+        return [digest for shelf in self._shelves for digest in shelf.digests()]
+
+    def take_forgotten(self) -> list[bytes]:
+        return [digest for shelf in self._shelves for digest in shelf.take_forgotten()]
+
     def find(self, group: int, digests: Sequence[bytes]) -> NDArray[np.bool_]:
         shelf = self._shelves[group]
         return np.array([digest in shelf for digest in digests], np.bool_)

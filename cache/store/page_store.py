@@ -67,6 +67,15 @@ class PageStore(Protocol):
         """bool [n]: which pages of a group it has."""
         ...
 
+    def digests(self) -> list[bytes]:
+        """Of all pages that it has; one may stand there for several groups."""
+        ...
+
+    def take_forgotten(self) -> list[bytes]:
+        """Digests of pages that it has forgotten since the last call; some of them it may have again, or of another
+        group."""
+        ...
+
     def held(self, wanted: Sequence[PageNames]) -> AbstractContextManager[None]:
         """Within the block put() forgets none of these pages, and keeps nothing that has no other room. They count as
         just used, and the first ones as used last."""

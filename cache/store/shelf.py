@@ -14,12 +14,17 @@ class Shelf:
         self._next = 0  # the first slot that was never used
         self._free = list[int]()  # those that were, and are not now
         self._held = frozenset[bytes]()
+        self._forgotten = list[bytes]()
 
     def __len__(self) -> int:
         return len(self._slots)
 
     def __contains__(self, digest: bytes) -> bool:
         return digest in self._slots
+
+    def digests(self) -> list[bytes]:
+        """All of them."""
+        return list(self._slots)
 
     def slots(self, digests: Iterable[bytes]) -> list[int]:
         """Of known ones."""
@@ -50,3 +55,9 @@ class Shelf:
 
     def drop(self, digest: bytes) -> None:
         self._free.append(self._slots.pop(digest))
+        self._forgotten.append(digest)
+
+    def take_forgotten(self) -> list[bytes]:
+        """Those that were dropped since the last call."""
+        forgotten, self._forgotten = self._forgotten, []
+        return forgotten

@@ -37,6 +37,8 @@ class WorkerView:
     used_pages: int
     cached_pages: int
     draining_pages: int
+    host_bytes: int
+    host_bytes_used: int
     prompt_tokens: float
     decoded_tokens: float
     pushed_bytes: float
@@ -174,7 +176,8 @@ def _scaling(view: ClusterView) -> str:
 def _table(workers: list[WorkerView]) -> Table:
     table = Table()
     names = ("island", "epoch", "pe", "role", "host", "running", "waiting", "pages", "cached", "draining")
-    for name in (*names, "prompt tok/s", "decode tok/s", "push MiB/s", "step ms"):
+    on_host = any(one.host_bytes for one in workers)
+    for name in (*names, *["host MiB"] * on_host, "prompt tok/s", "decode tok/s", "push MiB/s", "step ms"):
         table.add_column(name, justify="left" if name in ("island", "role", "host") else "right")
     for one in workers:
         role = f"{one.role} ×{one.ranks}" if one.ranks else one.role
@@ -184,6 +187,7 @@ def _table(workers: list[WorkerView]) -> Table:
             table.add_row(*map(str, where), f"lost{stalled}", style="bold red")
             continue
         pages = (f"{one.used_pages}/{one.pages}", one.cached_pages, one.draining_pages)
+        pages += (f"{one.host_bytes_used / MIB:.0f}/{one.host_bytes / MIB:.0f}",) * on_host
         rates = (f"{one.prompt_tokens:.0f}", f"{one.decoded_tokens:.0f}", f"{one.pushed_bytes / MIB:.1f}")
         table.add_row(*map(str, (*where, one.running, one.waiting, *pages, *rates, f"{1000 * one.token_seconds:.1f}")))
     return table
@@ -206,6 +210,8 @@ def _worker(island: inference_pb2.IslandInfo, worker: inference_pb2.WorkerInfo, 
         used_pages=worker.num_pages - worker.free_pages - worker.draining_pages,
         cached_pages=worker.cached_pages,
         draining_pages=worker.draining_pages,
+        host_bytes=worker.host_bytes,
+        host_bytes_used=worker.host_bytes_used,
         prompt_tokens=rate("prompt_tokens"),
         decoded_tokens=rate("decoded_tokens"),
         pushed_bytes=rate("bytes_pushed"),

@@ -62,6 +62,7 @@ class Usage:
     output_tokens: int
     drafted_tokens: int = 0  # by speculation
     accepted_tokens: int = 0  # of these
+    host_cached_tokens: int = 0  # of cached_tokens: copied back from host memory
 
 
 @dataclass(frozen=True)

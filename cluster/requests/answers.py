@@ -54,6 +54,7 @@ class Answers:
         return inference_pb2.Usage(
             prompt_tokens=lead.usage.prompt_tokens,
             cached_tokens=lead.usage.cached_tokens,
+            host_cached_tokens=lead.usage.host_cached_tokens,
             output_tokens=before + sum(one.usage.output_tokens for one in self._generations.values()),
             drafted_tokens=sum(one.usage.drafted_tokens for one in self._generations.values()),
             accepted_tokens=sum(one.usage.accepted_tokens for one in self._generations.values()),

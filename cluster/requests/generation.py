@@ -239,6 +239,7 @@ class Generation:
             self._usage.cached_tokens = placement.reservation.matched_tokens
         if tokens.HasField("prefilled"):
             self._timings.prefill_seconds += tokens.prefilled.prefill_seconds
+            self._usage.host_cached_tokens = min(tokens.prefilled.host_cached_tokens, self._usage.cached_tokens)
             self.observer.prefilled(tokens.prefilled)
 
     def _take_received(self, token_ids: Sequence[int]) -> None:
@@ -310,6 +311,7 @@ class Generation:
         if not begun:
             cached = max(sent.cached_tokens - self._request.prompt.encoder.padding, 0)
             self._usage.cached_tokens = min(cached, self._usage.prompt_tokens)
+            self._usage.host_cached_tokens = min(sent.host_cached_tokens, self._usage.cached_tokens)
         self.observer.prefilled(sent)
         return sent
 

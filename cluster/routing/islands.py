@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cluster.peers.placed_tokens import PlacedChanges, PlacedTokens
 from tandem.cluster.peers.table import GatewayTable
+from tandem.cluster.routing.held_prefixes import HeldPrefixes
 from tandem.cluster.routing.membership import IslandState
 from tandem.cluster.routing.policy import Ask, Key, Policy, WorkerLoad
-from tandem.cluster.routing.prefix_view import PrefixView, PromptKeys
+from tandem.cluster.routing.prefix_view import PromptKeys
 from tandem.cluster.routing.push_times import PushTimes
 from tandem.cluster.routing.worker_link import WorkerLink
 from tandem.proto import inference_pb2
@@ -31,7 +32,7 @@ class IslandLinks:
         self,
         state: IslandState,
         max_message_bytes: int,
-        prefixes: PrefixView[Key],
+        prefixes: HeldPrefixes[Key],
         table: GatewayTable,
         pushes: PushTimes,
         kept: Sequence[WorkerLink] = (),
@@ -73,7 +74,7 @@ class Islands:
         self._page_size = page_size
         self._max_message_bytes = max_message_bytes
         self._policy = policy
-        self._prefixes: PrefixView[Key] = PrefixView()
+        self._prefixes: HeldPrefixes[Key] = HeldPrefixes()
         self._pushes = PushTimes()
         self._turn = 0
         self._current: dict[str, IslandLinks] = {}

@@ -11,9 +11,9 @@ import grpc.aio
 from tandem.cluster.errors import PlacementLost, WorkerCallError
 from tandem.cluster.errors.statuses import worker_errors
 from tandem.cluster.peers.placed_tokens import PlacedTokens
+from tandem.cluster.routing.held_prefixes import HeldPrefixes
 from tandem.cluster.routing.policy import Key, WorkerLoad
 from tandem.cluster.routing.prefill_hints import PrefillHints
-from tandem.cluster.routing.prefix_view import PrefixView
 from tandem.cluster.routing.prompt_logprob_call import PromptLogprobCall
 from tandem.cluster.routing.push_times import PushTimes
 from tandem.cluster.routing.token_feed import TokenFeed
@@ -53,7 +53,7 @@ class WorkerLink:
         island: str,
         epoch: int,
         max_message_bytes: int,
-        prefixes: PrefixView[Key],
+        prefixes: HeldPrefixes[Key],
         placed: PlacedTokens,
         pushes: PushTimes,
     ) -> None:

@@ -82,7 +82,7 @@ async def seconds_of(work: Callable[[], Awaitable[object]]) -> float:
 async def reported(gateway: Gateway, states: Sequence[IslandState]) -> None:
     """Returns once all workers' pages are known."""
     deadline = time.monotonic() + CALL_SECONDS
-    while len(gateway._islands._prefixes) < PAGES * sum(len(state.workers) for state in states):
+    while len(gateway._islands._prefixes.pages) < PAGES * sum(len(state.workers) for state in states):
         assert time.monotonic() < deadline, "workers do not report"
         await asyncio.sleep(0.01)
 

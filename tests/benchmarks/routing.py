@@ -77,7 +77,7 @@ async def decisions() -> dict[str, float]:
 
     for prompt in made:
         prompt.first(prompt.num_pages)
-    found = {"pages": float(len(view)), "view_mib": mebibytes, "none_held_us": microseconds(decide, 200)}
+    found = {"pages": float(len(view.pages)), "view_mib": mebibytes, "none_held_us": microseconds(decide, 200)}
     for prompt in made:
         names = np.array(prompt.first(500), "<u8").tobytes()
         for key in keys:

@@ -3,17 +3,20 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tandem.cache.store.copies import PageCopies
 from tandem.cache.store.host_store import HostStore
 from tandem.cluster.cli.replayed_workers import replay_files
+from tandem.cluster.client.client_messages import Usage
 from tandem.cluster.metrics.cluster_series import worker_families
 from tests.e2e.test_ranks import is_idle
 from tests.e2e.test_state_snapshots import cached_of, workers_of
 from tests.support.checkpoints import save_checkpoint
 from tests.support.client_requests import GREEDY, complete, complete_all, tokens_of
 from tests.support.encoder_models import greedy_behind, save_t5gemma
+from tests.support.http_client import COMPLETIONS, answer
 from tests.support.island import Island, running_island
 from tests.support.moves import move_back_and_forth
 from tests.support.oracle import greedy, greedy_all, load_oracle, random_prompt
@@ -29,6 +32,12 @@ PROMPTS = [random_prompt(97 + number, number) for number in range(4)]
 def _every_hit_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that is busy may measure any rate."""
     monkeypatch.setattr(PageCopies, "rate", 0.0)
+
+
+def usage_of(island: Island, prompt: list[int]) -> Usage:
+    usage = complete(island.address, prompt, max_tokens=OUTPUT, **GREEDY)[-1].usage
+    assert usage is not None
+    return usage
 
 
 def spoil(island: Island) -> None:
@@ -50,6 +59,8 @@ def test_prompts_that_evict_one_another_come_back(tmp_path: Path) -> None:
         both = list(zip(PROMPTS, expected, strict=True))
         assert [cached_of(island, *one) for one in both] == [0] * 4
         assert [cached_of(island, *one) for one in both] == [96] * 4
+        assert (evicted := usage_of(island, PROMPTS[0])).host_cached_tokens == evicted.cached_tokens == 96
+        assert (again := usage_of(island, PROMPTS[0])).host_cached_tokens < again.cached_tokens == 96
         assert cached_of(island, *both[0], salt="mine") == 0
         for worker in workers_of(island):
             counters = worker.counters
@@ -67,6 +78,34 @@ def test_prompts_that_evict_one_another_come_back(tmp_path: Path) -> None:
             samples = {one.name: one.samples for one in worker_families(client.cluster_info().islands)}
         assert samples["tandem:worker_host_hits"][0].value >= 3
         assert samples["tandem:worker_host_bytes_used"][0].value > 0
+
+
+def test_usage_over_http_names_the_tier(tmp_path: Path) -> None:
+    folder = save_checkpoint("llama", tmp_path)
+    with running_island(folder, FEW | {"gateway.http_port": 0}) as island:
+        found = []
+        for prompt in (*PROMPTS[:2], *PROMPTS[:2], PROMPTS[1]):
+            usage = answer(island.http, COMPLETIONS, prompt=prompt, max_tokens=2, temperature=0)["usage"]
+            found.append((usage["prompt_tokens_details"]["cached_tokens"], usage.get("x-tandem")))
+    assert found[:2] == [(0, None)] * 2
+    assert found[2][0] == 96
+    assert 0 < found[2][1]["host_cached_tokens"] <= 96
+    assert found[4] == (96, None)
+
+
+def test_prompts_go_to_the_worker_whose_host_memory_has_them(tmp_path: Path) -> None:
+    """Of two that compute prompts, each with pages for one: the one with less to do would compute half of them."""
+    folder = save_checkpoint("llama", tmp_path)
+    prompts = [random_prompt(97, number) for number in range(6)]
+    both = list(zip(prompts, greedy_all(load_oracle(folder), prompts, OUTPUT), strict=True))
+    settings = {"island.num_prefill": 2, "gateway.routing_policy": "prefix_aware"}
+    with running_island(folder, FEW | settings) as island:
+        assert [cached_of(island, *one) for one in both] == [0] * 6
+        islands = island.gateway._islands
+        keys = [islands.prompt_keys(np.array(prompt), b"") for prompt in prompts]
+        until(lambda: all(max(islands._prefixes.match(each).values(), default=0) == 96 for each in keys))
+        assert [cached_of(island, *one) for one in both[::-1]] == [96] * 6
+        until(lambda: is_idle(island))
 
 
 def test_what_takes_longer_than_computing_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

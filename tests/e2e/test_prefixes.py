@@ -45,7 +45,7 @@ def ask(island: Island, prompt: list[int], salt: str = "", max_tokens: int = 4) 
 
 def knows_its_workers(gateway: Gateway, island: Island) -> bool:
     """Whether the gateway's view is what the workers' indexes hold."""
-    view: PrefixView[Any] = gateway._islands._prefixes
+    view: PrefixView[Any] = gateway._islands._prefixes.pages
     for worker in island.workers:
         keys = worker.on_step_thread(lambda worker=worker: set(worker.cache.prefix_changes().added.tolist()))
         bit = view._bits.get((worker.config.island, worker.config.pe), 0)
@@ -139,7 +139,7 @@ def test_tokens_and_view_are_right_while_prefixes_come_go_and_are_salted(small_m
             assert tokens == expected[number]
             assert cached <= len(prompts[number]) - 1
         until(lambda: knows_its_workers(island.gateway, island))
-        assert len(island.gateway._islands._prefixes)
+        assert len(island.gateway._islands._prefixes.pages)
         config = load_config(None, {"model.path": str(small_model), "cache.page_size": PAGE, "gateway.port": 0})
         workers = [worker.config for worker in island.workers]
         addresses = [worker.address for worker in island.workers]
@@ -148,7 +148,7 @@ def test_tokens_and_view_are_right_while_prefixes_come_go_and_are_salted(small_m
             for worker in island.workers:
                 worker.on_step_thread(TvmCache.of(worker.cache).clear_prefixes)
             until(lambda: knows_its_workers(second, island) and knows_its_workers(island.gateway, island))
-            assert not len(second._islands._prefixes)
+            assert not len(second._islands._prefixes.pages)
 
 
 @pytest.mark.gate("gemma3", "llama4")

@@ -50,6 +50,7 @@ class LocalPrompts:
             gatherer=request.gatherer,
         )
         prompt.computed = prompt.cached_tokens = len(request.prompt) - request.expected_tokens
+        prompt.host_cached_tokens = request.host_cached_tokens
         prompt.begin_output()
         self._prompts[request.request_id] = prompt
         self._queue.add(prompt)
@@ -70,7 +71,8 @@ class LocalPrompts:
         del self._prompts[prompt.request_id]
         seconds = time.perf_counter() - prompt.started
         began_ns = time.time_ns() - int(seconds * 1e9)
-        prefilled = Prefilled(prompt.cached_tokens, prompt.started - prompt.arrived, seconds, began_ns)
+        queued = prompt.started - prompt.arrived
+        prefilled = Prefilled(prompt.cached_tokens, queued, seconds, began_ns, prompt.host_cached_tokens)
         self._decodes.begun(prompt.request, first, prefilled)
 
     def fail(self, prompt: LocalPrompt, error: WorkerError) -> None:

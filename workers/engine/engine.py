@@ -299,9 +299,9 @@ class Engine:
         """See PagedKVCache.prefix_position. Any thread may read it."""
         return self._cache.prefix_position
 
-    def prefix_changes(self, since: int | None = None) -> PrefixChanges:
+    def prefix_changes(self, since: int | None = None, *, stored: bool = False) -> PrefixChanges:
         """See PagedKVCache.prefix_changes."""
-        return self._cache.prefix_changes(since)
+        return self._cache.prefix_changes(since, stored=stored)
 
     # Polls
 

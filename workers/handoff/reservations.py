@@ -290,6 +290,7 @@ class Reservations:
             prompt=prompt,
             signal=signal,
             expected_tokens=len(prompt) - matched,
+            host_cached_tokens=engine.sequence(sequence_id).num_fetched,
             max_tokens=max_tokens,
             received=signal is None,
         )

@@ -273,6 +273,7 @@ class Prefills:
         most_bytes = self._most_bytes() if shares else None
         asked = Admission(request.spec, request.num_tokens, self._max_batch_tokens, shares, most_bytes=most_bytes)
         request.cached_tokens = request.computed = self._engine.admit(request.sequence_id, asked)
+        request.host_cached_tokens = self._engine.sequence(request.sequence_id).num_fetched
         request.started = time.perf_counter()
 
     def _forward(self, batch: StepBatch, beside: bool, forward: PromptForward | None) -> None:

@@ -71,6 +71,7 @@ class SpeculativePrefill:
             most_bytes = self._most_bytes()
             asked = Admission(spec, size, self._max_batch_tokens, self._sharing, most_bytes=most_bytes)
             prompt.cached_tokens = engine.admit(prompt.sequence_id, asked)
+            prompt.host_cached_tokens = engine.sequence(prompt.sequence_id).num_fetched
             self._compute(prompt)
         except Exception:
             log.exception("a speculative prefill failed", extra=of_requests(prompt))

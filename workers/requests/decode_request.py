@@ -27,6 +27,7 @@ class DecodeRequest:
     signal: Signal | None  # None: this worker computes the prompt itself
     expected_tokens: int  # positions that are not in the prefix index: the sender writes, or this worker computes them
     max_tokens: int  # output tokens that pages were reserved for
+    host_cached_tokens: int = 0  # of the others, those that were copied back from host memory
     params: SamplingParams | None = None
     rule: FinishRule | None = None
     token_stream: TokenStream | None = None

@@ -30,6 +30,7 @@ class PrefillResult:
     push_seconds: float
     bytes_pushed: int
     began_ns: int = 0  # the first forward, in Unix time
+    host_cached_tokens: int = 0
 
 
 @dataclass(eq=False)
@@ -44,6 +45,7 @@ class SpeculativePrompt:
     spec: PromptSpec
     lease: Lease
     cached_tokens: int = 0  # found in the prefix index
+    host_cached_tokens: int = 0  # of these, copied back from host memory
     computed: int = 0  # positions whose KV is stored once the forward is done; 0 before its launch
     logits: PromptLogits | None = None  # behind the last token, where the forward reaches so far
     first_token: "Future[FirstToken]" = field(default_factory=Future)  # never ends where the prompt is dropped
@@ -73,6 +75,7 @@ class PrefillRequest(Prompt):
         """Continues a prompt that was begun speculatively."""
         self.sequence_id, self.logits = speculative.sequence_id, speculative.logits
         self.computed, self.cached_tokens = speculative.computed, speculative.cached_tokens
+        self.host_cached_tokens = speculative.host_cached_tokens
         self.first_token = speculative.first_token
         self.arrived = self.started = speculative.started
 
@@ -83,6 +86,7 @@ class PrefillRequest(Prompt):
             first_token=first.token_id,
             logprobs=first.logprobs,
             cached_tokens=self.cached_tokens,
+            host_cached_tokens=self.host_cached_tokens,
             queue_seconds=self.started - self.arrived,
             prefill_seconds=now - self.started,
             push_seconds=self.push_seconds + now - self.sampled_at,

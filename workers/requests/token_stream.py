@@ -19,6 +19,7 @@ class Prefilled:
     queue_seconds: float
     prefill_seconds: float
     began_ns: int = 0  # in Unix time
+    host_cached_tokens: int = 0
 
 
 @dataclass

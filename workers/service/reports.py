@@ -17,6 +17,7 @@ class Reports:
     def __init__(self, loop: StepLoop) -> None:
         self._loop = loop
         self._position: int | None = None
+        self._stored_position: int | None = None
         self._figures = worker_pb2.WorkerReport()
         self._seen = self._marks()
         self._steps = 0
@@ -26,18 +27,21 @@ class Reports:
         self._seen, self._steps = self._marks(), self._loop.meter.steps
         first = self._position is None
         changes = self._loop.engine.prefix_changes(self._position)
-        self._position = changes.position
+        stored = self._loop.engine.prefix_changes(self._stored_position, stored=True)
+        self._position, self._stored_position = changes.position, stored.position
         figures = self._loop.figures()
-        if not first and not changes.removed.size and not changes.added.size and figures == self._figures:
+        of_keys = (changes.added, changes.removed, stored.added, stored.removed)
+        if not first and not any(keys.size for keys in of_keys) and figures == self._figures:
             return []
         self._figures = figures
         reports = []
-        added, removed = changes.added.astype("<u8").tobytes(), changes.removed.astype("<u8").tobytes()
-        for begin in range(0, max(len(added), len(removed), 1), stride := MOST_KEYS * KEY_BYTES):
+        keys = [each.astype("<u8").tobytes() for each in of_keys]
+        for begin in range(0, max(*map(len, keys), 1), stride := MOST_KEYS * KEY_BYTES):
+            part = [each[begin : begin + stride] for each in keys]
             report = worker_pb2.WorkerReport(
-                added=added[begin : begin + stride], removed=removed[begin : begin + stride]
+                added=part[0], removed=part[1], stored_added=part[2], stored_removed=part[3]
             )
-            report.whole = changes.whole and begin == 0
+            report.whole, report.stored_whole = changes.whole and begin == 0, stored.whole and begin == 0
             report.MergeFrom(figures)
             reports.append(report)
         return reports

@@ -125,6 +125,7 @@ class StepLoop:
     def figures(self) -> worker_pb2.WorkerReport:
         """How busy this worker is, without its prefixes. On the step thread."""
         rows, positions = self.scheduler.rows, self.scheduler.rows.positions
+        most_bytes = self._most_bytes()
         return worker_pb2.WorkerReport(
             prompt_tokens=self.scheduler.num_prompt_tokens,
             rows=len(rows),
@@ -132,6 +133,7 @@ class StepLoop:
             token_seconds=self.meter.token_seconds,
             prompt_tokens_per_second=self.prompt_rate,
             free_pages=self.engine.pages.free,
+            stored_price=0.0 if most_bytes is None else min(self.engine.layout.token_bytes / max(most_bytes, 1), 1.0),
             prompt_tokens_per_second_beside_rows=self.scheduler.pace.prompt_rate(len(rows), positions) if rows else 0,
         )
 

@@ -257,6 +257,8 @@ def _stop_reason(message: inference_pb2.GenerateResponse) -> str | int | None:
 def _usage(usage: inference_pb2.Usage) -> dict[str, Any]:
     counts = _counts(usage.prompt_tokens, usage.output_tokens)
     counts |= {"prompt_tokens_details": {"cached_tokens": usage.cached_tokens}}
+    if usage.host_cached_tokens:
+        counts |= {"x-tandem": {"host_cached_tokens": usage.host_cached_tokens}}
     if usage.drafted_tokens:
         rejected = usage.drafted_tokens - usage.accepted_tokens
         details = {"accepted_prediction_tokens": usage.accepted_tokens, "rejected_prediction_tokens": rejected}

@@ -118,6 +118,36 @@ def test_pages_that_take_longer_than_computing_stay() -> None:
     assert (counts.host_skipped_hits, counts.host_hits, counts.host_pages_up) == (1, 1, 5)
 
 
+def test_a_reader_of_changes_knows_what_is_in_either_place() -> None:
+    """By following them, and anew."""
+    cache, held, position = with_store(slots=7), set[int](), None
+    for prompt in (A, B, A, [*A[:9], 5, *range(8)], B, A):
+        served(cache, prompt)
+        changes = cache.prefix_changes(position, stored=True)
+        assert changes.whole == (position is None)
+        added, removed = set(changes.added.tolist()), set(changes.removed.tolist())
+        held, position = held - removed | added, changes.position
+        prefixes = cache._pools.prefixes
+        assert prefixes.store is not None
+        digests = {*prefixes._entries, *prefixes.store.digests()}
+        assert held == {int.from_bytes(digest[:8], "little") for digest in digests}
+        assert held == set(cache.prefix_changes(stored=True).added.tolist())
+        assert set(cache.prefix_changes().added.tolist()) <= held
+    assert cache_of(LAYOUT).prefix_changes(stored=True).added.size == 0
+
+
+def test_a_sequence_knows_what_came_back_for_it() -> None:
+    cache = with_store()
+    served(cache, A)
+    served(cache, B[:13])  # takes three pages of A's end
+    cache.add_sequence(3)
+    assert cache.match_prefix(3, A) == 20
+    assert 0 < cache.sequence(3).num_fetched < 20
+    cache.add_sequence(4)
+    assert cache.match_prefix(4, A) == 20
+    assert cache.sequence(4).num_fetched == 0
+
+
 def test_a_small_store_keeps_the_beginning() -> None:
     """What is used last goes first, and that is the end of a prompt."""
     cache = with_store(slots=4)

@@ -1,0 +1,52 @@
+"""What workers hold of prompts, in pages and in the stores behind them, and what a router may count on."""
+
+from dataclasses import dataclass
+from typing import Generic
+
+from tandem.cluster.routing.prefix_view import Holder, PrefixView, PromptKeys
+from tandem.proto import worker_pb2
+
+
+@dataclass
+class Stored:
+    """A report of what a worker holds in pages or in its store."""
+
+    whole: bool
+    added: bytes
+    removed: bytes
+
+
+class HeldPrefixes(Generic[Holder]):
+    """The prefixes that workers report. Owned by the event loop.
+
+    What a worker holds in its store alone counts less: a token whose copy takes a third of the time in which the worker
+    would compute it counts two thirds, and one whose copy takes longer counts nothing.
+    """
+
+    def __init__(self) -> None:
+        self.pages: PrefixView[Holder] = PrefixView()
+        self.stored: PrefixView[Holder] = PrefixView()
+        """Of pages and of stores, of workers that have one."""
+        self._prices: dict[Holder, float] = {}
+
+    def apply(self, holder: Holder, report: worker_pb2.WorkerReport) -> None:
+        """See PrefixView.apply."""
+        self.pages.apply(holder, report)
+        self.stored.apply(holder, Stored(report.stored_whole, report.stored_added, report.stored_removed))
+        self._prices[holder] = report.stored_price
+
+    def drop(self, holder: Holder) -> None:
+        """Forgets a worker. Idempotent."""
+        self.pages.drop(holder)
+        self.stored.drop(holder)
+        self._prices.pop(holder, None)
+
+    def match(self, prompt: PromptKeys) -> dict[Holder, int]:
+        """Tokens at the prompt's beginning that each worker saves by what it holds; see PrefixView.match."""
+        found = self.pages.match(prompt)
+        for holder, tokens in self.stored.match(prompt).items() if len(self.stored) else ():
+            here = found.get(holder, 0)
+            worth = int((tokens - here) * (1 - min(self._prices.get(holder, 0.0), 1.0)))
+            if worth > 0:
+                found[holder] = here + worth
+        return found

@@ -88,7 +88,7 @@ def host_store(
         raise InvalidArgument(f"cache.host_bytes is {config.host_bytes}; at least {least} are accepted")
     agree = partial(sum_words, ranks, device=pools[0].device)
     layers = None if layout.recurs or layout.has_encoder else [group.layers for group in layout.groups]
-    return HostStore(pools, slots, layers=layers, verify=config.verify_host, agree=agree)
+    return HostStore(pools, slots, layers=layers, verify=config.verify_host, agree=agree, grows=True)
 
 
 def _kept_on_host(config: WorkerConfig, layout: KVLayout, num_pages: int) -> list[int]:

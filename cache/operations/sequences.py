@@ -215,14 +215,9 @@ class SequenceCalls(Parts):
         return self._pools.copies.mark()
 
     @property
-    def copy_rate(self) -> float:
-        """Bytes a second that copies from the store have moved lately; 0 before the first."""
-        return self._pools.copies.rate
-
-    @property
-    def keeps_evicted(self) -> bool:
-        """Whether there is a store."""
-        return self._pools.prefixes.store is not None
+    def store(self) -> PageStore | None:
+        """That of keep_evicted()."""
+        return self._pools.prefixes.store
 
     def room(self, num_tokens: int, longest_append: int | None = None, encoder_len: int = 0) -> Room:
         """For one more sequence that reserve() lets grow to num_tokens. encoder_len: see add_sequence."""

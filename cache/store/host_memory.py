@@ -5,7 +5,7 @@ import mmap
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import gcd
 
 import numpy as np
@@ -29,11 +29,46 @@ class Piece:
     end: int
 
 
+@dataclass(eq=False)
+class Pinning:
+    """What the thread that pins has done so far. slots: that may be used, of each shelf. begun: where each pinned piece
+    begins. error: why it went no further."""
+
+    slots: list[int]
+    begun: list[int] = field(default_factory=list)
+    error: str = ""
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    def run(self, memory: Tensor, pieces: Sequence[Piece], device: torch.device) -> None:
+        torch.cuda.set_device(device)
+        cudart, pinned = torch.cuda.cudart(), 0
+        assert cudart is not None
+        for piece in pieces:
+            if self.stop.is_set():
+                return
+            status = int(cudart.cudaHostRegister(memory[piece.begin].data_ptr(), piece.end - piece.begin, PORTABLE))
+            with self.changed:
+                if status:
+                    self.error = (
+                        f"cache.host_bytes: of {memory.numel()} bytes this host could pin {pinned}; no more are "
+                        f"accepted (CUDA error {status})"
+                    )
+                    log.error("%s", self.error)
+                else:
+                    pinned += piece.end - piece.begin
+                    self.begun.append(piece.begin)
+                    self.slots[piece.shelf] = piece.slots
+                self.changed.notify_all()
+            if status:
+                return
+
+
 class HostMemory:
     """`[num_slots, slot_bytes]` for each shelf, in one mapping that takes no memory before it is used.
 
-    For a GPU a thread pins it piece by piece, all shelves in proportion, while the worker starts. torch's own pinned
-    memory would be rounded up to a power of two. await_slot() waits for the piece that a slot is in.
+    For a GPU a thread pins it piece by piece, all shelves in proportion, while the worker starts and after. torch's own
+    pinned memory would be rounded up to a power of two.
     """
 
     def __init__(self, num_slots: Sequence[int], slot_bytes: Sequence[int], device: torch.device) -> None:
@@ -47,8 +82,7 @@ class HostMemory:
             for begin, count, size in zip(begins, num_slots, slot_bytes, strict=False)
         ]
         """uint8 [num_slots, slot_bytes] each."""
-        self._pinned = list(num_slots)  # slots that may be used, of each shelf
-        self._changed, self._error = threading.Condition(), ""
+        self._pinning = Pinning(list(num_slots))
         if device.type == "cuda":
             pieces = [
                 piece
@@ -56,51 +90,31 @@ class HostMemory:
                 for piece in pieces_of(shelf, begin, *of)
             ]
             pieces.sort(key=lambda piece: piece.slots / num_slots[piece.shelf])
-            self._pinned = [0] * len(sizes)
-            stop, begun = threading.Event(), list[int]()
-            thread = threading.Thread(target=self._pin, args=(pieces, device, stop, begun), name="pin", daemon=True)
-            weakref.finalize(self, _unpin, thread, stop, self.memory, begun)
+            self._pinning.slots = [0] * len(sizes)
+            what = self.memory, pieces, device
+            thread = threading.Thread(target=self._pinning.run, args=what, name="pin", daemon=True)
+            weakref.finalize(self, _unpin, thread, self._pinning, self.memory)
             thread.start()
 
     def await_slot(self, shelf: int, slot: int) -> None:
         """Returns once copies may reach a slot. MemoryError where the host could pin no more."""
-        if slot < self._pinned[shelf]:
+        pinning = self._pinning
+        if slot < pinning.slots[shelf]:
             return
-        with self._changed:
-            self._changed.wait_for(lambda: slot < self._pinned[shelf] or self._error)
-        if slot >= self._pinned[shelf]:
-            raise MemoryError(self._error)
+        with pinning.changed:
+            pinning.changed.wait_for(lambda: slot < pinning.slots[shelf] or pinning.error)
+        if slot >= pinning.slots[shelf]:
+            raise MemoryError(pinning.error)
+
+    @property
+    def pinned(self) -> tuple[int, ...]:
+        """Slots of each shelf that copies reach by now."""
+        return tuple(self._pinning.slots)
 
     @property
     def is_pinned(self) -> bool:
         """Whether all of it may be used."""
-        return all(pinned == len(shelf) for pinned, shelf in zip(self._pinned, self.shelves, strict=True))
-
-    def _pin(self, pieces: Sequence[Piece], device: torch.device, stop: threading.Event, begun: list[int]) -> None:
-        """begun: gets where each piece that is pinned begins."""
-        torch.cuda.set_device(device)
-        cudart, pinned = torch.cuda.cudart(), 0
-        assert cudart is not None
-        for piece in pieces:
-            if stop.is_set():
-                return
-            status = int(
-                cudart.cudaHostRegister(self.memory[piece.begin].data_ptr(), piece.end - piece.begin, PORTABLE)
-            )
-            with self._changed:
-                if status:
-                    self._error = (
-                        f"cache.host_bytes: of {self.memory.numel()} bytes this host could pin {pinned}; no more are "
-                        f"accepted (CUDA error {status})"
-                    )
-                else:
-                    pinned += piece.end - piece.begin
-                    begun.append(piece.begin)
-                    self._pinned[piece.shelf] = piece.slots
-                self._changed.notify_all()
-            if status:
-                log.error("%s", self._error)
-                return
+        return all(pinned == len(shelf) for pinned, shelf in zip(self.pinned, self.shelves, strict=True))
 
 
 def pieces_of(shelf: int, begin: int, num_slots: int, slot_bytes: int) -> list[Piece]:
@@ -126,10 +140,10 @@ def _map(num_bytes: int) -> Tensor:
     return torch.from_numpy(np.frombuffer(mapped, np.uint8))
 
 
-def _unpin(thread: threading.Thread, stop: threading.Event, memory: Tensor, begun: Sequence[int]) -> None:
-    stop.set()
+def _unpin(thread: threading.Thread, pinning: Pinning, memory: Tensor) -> None:
+    pinning.stop.set()
     thread.join()
     cudart = torch.cuda.cudart()
     assert cudart is not None
-    for begin in begun:
+    for begin in pinning.begun:
         cudart.cudaHostUnregister(memory[begin].data_ptr())

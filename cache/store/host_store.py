@@ -34,18 +34,20 @@ class HostStore:
         begins: Sequence[int] | None = None,
         verify: bool = False,
         agree: Callable[[int], int] = int,
+        grows: bool = False,
         make_lanes: MakeLanes | None = None,
     ) -> None:
         """pools: of each layer group, see PagedKVCache. num_slots: pages that it keeps of each; of all ranks alike.
         layers: the model's layers of each group, in which pages come up one after another; None: they come as a whole.
         begins: the first layer of each stage of that; None: by the size of pages.
         verify: whether fetched pages are compared with what was put, by sums. agree: the sum of what all ranks of the
-        worker give it. make_lanes: None is by the pools' device."""
+        worker give it. grows: it keeps nothing before widen(). make_lanes: None is by the pools' device."""
         if len(num_slots) != len(pools) or min(num_slots) < 0:
             raise InvalidArgument(f"num_slots is {tuple(num_slots)}; {len(pools)} counts of at least 0 are accepted")
         self.page_bytes = [pool[0].nbytes for pool in pools]
         self._memory = HostMemory(num_slots, self.page_bytes, pools[0].device)
-        self._shelves = [Shelf(count) for count in num_slots]
+        self._shelves = [Shelf(0 if grows else count) for count in num_slots]
+        self._num_slots, self._is_wide = tuple(num_slots), not grows
         words = [words_of(pool) for pool in pools]
         self._sums = [PageSums(*of) for of in zip(words, num_slots, strict=True)] if verify else None
         self._agree = agree
@@ -78,6 +80,18 @@ class HostStore:
 
     def has(self, digest: bytes) -> bool:
         return any(digest in shelf for shelf in self._shelves)
+
+    def widen(self, num_slots: Sequence[int]) -> None:
+        for shelf, count in zip(self._shelves, num_slots, strict=True):
+            shelf.num_slots = count
+        self._is_wide = tuple(num_slots) == self._num_slots
+
+    @property
+    def ready_slots(self) -> tuple[int, ...] | None:
+        if self._is_wide:
+            return None
+        ready = self._memory.pinned
+        return ready if ready != tuple(shelf.num_slots for shelf in self._shelves) else None
 
     def digests(self) -> list[bytes]:
         return [digest for shelf in self._shelves for digest in shelf.digests()]
@@ -120,7 +134,7 @@ class HostStore:
         capacity, used = (
             sum(count * size for count, size in of)
             for of in (
-                ((shelf.num_slots, size) for shelf, size in sizes),
+                zip(self._num_slots, self.page_bytes, strict=True),
                 ((len(shelf), size) for shelf, size in sizes),
             )
         )

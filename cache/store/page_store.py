@@ -67,6 +67,16 @@ class PageStore(Protocol):
         """bool [n]: which pages of a group it has."""
         ...
 
+    def widen(self, num_slots: Sequence[int]) -> None:
+        """From now on it keeps up to so many pages of each layer group."""
+        ...
+
+    @property
+    def ready_slots(self) -> tuple[int, ...] | None:
+        """How many pages of each group it has memory for by now, where that is more than it keeps. Depends on time,
+        so that whoever asks tells all ranks by widen(). From the owner's thread."""
+        ...
+
     def digests(self) -> list[bytes]:
         """Of all pages that it has; one may stand there for several groups."""
         ...

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar, cast
+from typing import cast
 
 from torch import Tensor
 
@@ -15,12 +15,14 @@ from tandem.cache.plan.position_map import PositionMap
 from tandem.transfer.completion import pack_payload
 from tandem.transfer.recall import Recall, RecallDesk, RecallInbox
 from tandem.transfer.transport import Fence, Transport
+from tandem.workers.engine.actions import action, actions_of
 from tandem.workers.engine.admission import Admission
 from tandem.workers.engine.capabilities import Capabilities
 from tandem.workers.engine.captures import Captures
 from tandem.workers.engine.peers import Peers
 from tandem.workers.engine.rank_progress import RankProgress
 from tandem.workers.engine.step import DraftsFailed, Launched, Step, StepDrafts
+from tandem.workers.engine.store_calls import StoreCalls
 from tandem.workers.ranks.ranks import ALONE, Ranks, sum_words
 from tandem.workers.requests.post import Post
 from tandem.workers.runner.model_runner import ModelRunner
@@ -32,16 +34,8 @@ from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SlidingWindow
 from tandem.workers.scheduling.batch import DecodeStep
 
-Action = TypeVar("Action", bound=Callable[..., object])
 
-
-def action(method: Action) -> Action:
-    """Marks a call that changes what an engine holds. Records contain these calls."""
-    method.is_action = True  # type: ignore[attr-defined]
-    return method
-
-
-class Engine:
+class Engine(StoreCalls):
     """Owns the cache, the runner and this PE's end of the transport. Owned by the step thread (decision 0127).
 
     - Actions change what the engine holds. The same actions, in the same order, give the same page ids.
@@ -313,11 +307,6 @@ class Engine:
         """Says whether peers may write into the pages that are free or reserved now; None where they may."""
         return self.mark(copies=True) if self.lets_go else self._cache.copies_past()
 
-    @property
-    def copy_rate(self) -> float:
-        """See PagedKVCache.copy_rate."""
-        return self._cache.copy_rate
-
     def fence(self, pe: int) -> Fence:
         """See Transport.fence."""
         return self._transport.fence(pe)
@@ -396,5 +385,5 @@ class Engine:
         return PromptLogits(self._num_prompt_launches, logits, left)
 
 
-ACTIONS = tuple(name for name, method in vars(Engine).items() if getattr(method, "is_action", False))
+ACTIONS = actions_of(Engine)
 """The names of all actions."""

@@ -157,6 +157,8 @@ class StepLoop:
         if decodes.is_reading:
             prefills.poll()
             return decodes.read()
+        if (slots := self.engine.ready_slots) is not None:
+            self.engine.widen(slots)
         prefills.upkeep()
         upkeep_again = decodes.upkeep()
         batch = self.scheduler.next_batch(prompts=not prefills.is_ahead)

@@ -51,8 +51,10 @@ class CopyFences:
 
     def arrive(self, row: int) -> None:
         """A row has got pages that may be on their way up."""
-        copies, pages = self.pools.copies, self.table.held_pages(row)
-        self.table.arriving[row] = max(copies.newest(group, ids) for group, ids in enumerate(pages))
+        copies = self.pools.copies
+        if copies.pending:
+            pages = enumerate(self.table.held_pages(row))
+            self.table.arriving[row] = max(copies.newest(group, ids) for group, ids in pages)
 
     def _written(self, rows: Int64Array, tokens: TokenLayout) -> list[Int32Array]:
         """Of each layer group the pages of rows from where their new tokens begin."""

@@ -49,6 +49,7 @@ class FakeEngine:
         self.free_pages -= 1
 
     def mark(self, *, copies: bool = False) -> Callable[[], bool] | None:
+        assert copies, "a peer may write once a follower's copies are past, too"
         return lambda: bool(self.freed)
 
     def fence(self, pe: int) -> QuietFence:

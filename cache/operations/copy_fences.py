@@ -49,6 +49,10 @@ class CopyFences:
         if self.pools.copies.pending:
             self.pools.copies.wait_until(int(self.table.arriving[row]))
 
+    def is_whole(self, row: int) -> bool:
+        """Whether all pages of a row have come up."""
+        return self.pools.copies.is_past(int(self.table.arriving[row]))
+
     def arrive(self, row: int) -> None:
         """A row has got pages that may be on their way up."""
         copies = self.pools.copies

@@ -214,8 +214,13 @@ class SequenceCalls(Parts):
         the store are in the way; None where they may."""
         return self._pools.copies.mark()
 
+    def has_arrived(self, sequence: int) -> bool:
+        """Whether the pages that match_prefix had copied back are there. A forward would wait for them, and with it
+        what is launched behind it."""
+        return self._fences.is_whole(self._table.row(sequence))
+
     @property
-    def store(self) -> PageStore | None:
+    def page_store(self) -> PageStore | None:
         """That of keep_evicted()."""
         return self._pools.prefixes.store
 

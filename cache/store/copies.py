@@ -142,6 +142,10 @@ class PageCopies:
         if number in self._under_way:
             self._under_way[number].copy.wait()
 
+    def is_past(self, number: int) -> bool:
+        """Whether the copies of that number are done."""
+        return number not in self._under_way or self._under_way[number].copy.is_done()
+
     def mark(self) -> Callable[[], bool] | None:
         """Says whether all copies that are queued by now are done; None where they are."""
         if not self.pending:

@@ -124,6 +124,14 @@ CACHE = (
         tests=("tests/e2e/test_host_tier.py::test_what_takes_longer_than_computing_is_computed",),
     ),
     Mutant(
+        name="rows-behind-pages-that-come-up",
+        file="workers/scheduling/scheduler.py",
+        find="if not (rows and one.arriving))",
+        replace="if one)",
+        reason="Decode steps do not wait for the pages of a prompt, as they would behind its forward.",
+        tests=("tests/workers/steps/test_step_loop.py::test_rows_do_not_wait_for_the_pages_of_a_prompt",),
+    ),
+    Mutant(
         name="slot-filled-before-it-is-read",
         file="cache/store/copies.py",
         find="        found += [self._of(self._slots[group], slots) for group, _, slots in moves]\n",

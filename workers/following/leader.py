@@ -172,7 +172,7 @@ class LeadingEngine(WatchedEngine):
         return super().digest(sequence, begin, end, sliding)
 
     def peers_mark(self) -> Callable[[], bool] | None:
-        return self.mark(copies=True) if self.lets_go or self._cache.store is not None else None
+        return self.mark(copies=True) if self.lets_go or self._cache.page_store is not None else None
 
     def mark(self, *, copies: bool = False) -> Callable[[], bool]:
         """Followers look at their copies in any case."""

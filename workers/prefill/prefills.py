@@ -75,17 +75,15 @@ class Prefills:
         settings: LoopSettings,
         most_bytes: MostBytes = any_number,
     ) -> None:
-        self._engine = engine
-        self._most_bytes = most_bytes
+        self._engine, self._most_bytes = engine, most_bytes
         self._scheduler = scheduler
-        self._handoff = handoff
-        self._speculative = speculative
-        self._retired = retired
+        self._handoff, self._speculative, self._retired = handoff, speculative, retired
         self._forwards = PromptForwards(engine, meter)
         self._ids = ids
         self._max_batch_tokens = settings.max_batch_tokens
         self._sharing = settings.sharing
         self._eos_token_ids = settings.eos_token_ids
+        self._arriving: list[Prompt] = []
         self._sampling: deque[Sampling] = deque()
         self._ahead: deque[IsPast] = deque()  # of forwards launched beside the decode side's work
 
@@ -149,6 +147,7 @@ class Prefills:
 
     def add(self, prompt: Prompt) -> None:
         """Computes a prompt into its sequence, which is its destination's, and has its room."""
+        self._await_pages(prompt)
         self._scheduler.add(prompt)
 
     def withdraw(self, prompt: Prompt) -> None:
@@ -216,6 +215,9 @@ class Prefills:
         self._retired.settle()
         self.poll()
         self._handoff.upkeep(self._stop)
+        arriving, self._arriving = self._arriving, []
+        for prompt in filter(self._scheduler.is_running, arriving):
+            self._await_pages(prompt)
         self._scheduler.order(time.perf_counter())
         for request in self._scheduler.admitted(self._has_room) if self._scheduler.num_waiting else ():
             self._attempt([request], lambda request=request: self._begin(request))
@@ -270,11 +272,17 @@ class Prefills:
 
     def _begin(self, request: Prompt) -> None:
         shares = self._sharing and request.gatherer is None
-        most_bytes = self._most_bytes() if shares else None
-        asked = Admission(request.spec, request.num_tokens, self._max_batch_tokens, shares, most_bytes=most_bytes)
+        most = self._most_bytes()
+        asked = Admission(request.spec, request.num_tokens, self._max_batch_tokens, shares, most_bytes=most)
         request.cached_tokens = request.computed = self._engine.admit(request.sequence_id, asked)
         request.host_cached_tokens = self._engine.sequence(request.sequence_id).num_fetched
+        self._await_pages(request)
         request.started = time.perf_counter()
+
+    def _await_pages(self, prompt: Prompt) -> None:
+        prompt.arriving = not self._engine.has_arrived(prompt.sequence_id)
+        if prompt.arriving:
+            self._arriving.append(prompt)
 
     def _forward(self, batch: StepBatch, beside: bool, forward: PromptForward | None) -> None:
         """One chunk of each prompt."""

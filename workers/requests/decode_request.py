@@ -27,7 +27,6 @@ class DecodeRequest:
     signal: Signal | None  # None: this worker computes the prompt itself
     expected_tokens: int  # positions that are not in the prefix index: the sender writes, or this worker computes them
     max_tokens: int  # output tokens that pages were reserved for
-    host_cached_tokens: int = 0  # of the others, those that were copied back from host memory
     params: SamplingParams | None = None
     rule: FinishRule | None = None
     token_stream: TokenStream | None = None
@@ -36,6 +35,7 @@ class DecodeRequest:
     output: list[int] = field(default_factory=list)
     constraint: Constraint | None = None  # its place in the grammar of params.guided
     gatherer: PromptLogprobs | None = None  # of a local prompt
+    host_cached_tokens: int = 0  # of those that are not expected: copied back from host memory
 
     def begin(self, token: int) -> None:
         """All KV of the prompt and the first token are here."""

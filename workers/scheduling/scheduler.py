@@ -114,9 +114,11 @@ class Scheduler:
 
     def _chunks(self) -> tuple[Chunk, ...]:
         budget, chunks = self._max_batch_tokens, []
-        turns = self._order.for_chunks(self._running)
-        first = next(turns)
-        if rows := len(self.rows):
+        rows = len(self.rows)
+        turns = (one for one in self._order.for_chunks(self._running) if not (rows and one.arriving))
+        if (first := next(turns, None)) is None:  # beside rows, whose steps would wait for the pages of all of them
+            return ()
+        if rows:
             chunk = self.pace.chunk_tokens(rows, self.rows.positions, first.computed, self.rows.drafted)
             budget = max(min(budget - rows, chunk), LEAST_PROMPT_TOKENS)
         for request in chain((first,), turns):

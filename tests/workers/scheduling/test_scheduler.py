@@ -142,6 +142,23 @@ ACTIONS = st.one_of(
 )
 
 
+def test_prompts_whose_pages_are_on_their_way_do_not_hold_up_rows() -> None:
+    """Their forwards would wait, and steps behind these. Without rows they begin with the layers that are there."""
+    scheduler = Scheduler(64)
+    coming, there = prompt(1, 9), prompt(2, 5)
+    coming.arriving = True
+    for each in (coming, there):
+        scheduler.add(each)
+    assert list(scheduler.admitted(lambda _: True)) == [coming, there]
+    assert [chunk.request for chunk in scheduler.next_batch().chunks] == [coming, there]
+    scheduler.rows.join([sequence(3, 4)])
+    assert [chunk.request for chunk in scheduler.next_batch().chunks] == [there]
+    scheduler.remove(there)
+    assert not scheduler.next_batch().chunks
+    coming.arriving = False
+    assert [chunk.request for chunk in scheduler.next_batch().chunks] == [coming]
+
+
 @settings(max_examples=200)
 @given(actions=st.lists(ACTIONS, max_size=40), budget=st.integers(1, 12), room=st.integers(20, 60))
 def test_any_program_keeps_budget_order_and_room(actions: list[tuple[str, int]], budget: int, room: int) -> None:

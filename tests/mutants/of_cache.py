@@ -214,7 +214,7 @@ CACHE = (
     Mutant(
         name="prefix-without-a-copy-of-its-state",
         file="cache/pages/group_pages.py",
-        find="self.memory.copy_pages(snapshot, own)",
+        find="self.memory.copy_arriving(snapshot, own)",
         replace="",
         reason="A sequence begins with a copy of the snapshot, or it continues what its page held before.",
         tests=(
@@ -264,8 +264,8 @@ CACHE = (
     Mutant(
         name="states-sent-before-the-last-layer",
         file="cache/attention/group_attention.py",
-        find="self._pushes_at = len(self.site.layout.groups[self.group].layers) - 1 if self.whole else 0",
-        replace="self._pushes_at = 0",
+        find="self.whole or plan.pushes_late else 0",
+        replace="plan.pushes_late else 0",
         reason="States are sent once all layers have stored theirs, or a peer gets some of an earlier position.",
         tests=("tests/cache/kinds/test_recurrent.py::test_random_programs_equal_naive_states",),
     ),

@@ -185,8 +185,8 @@ HANDOFF = (
     Mutant(
         name="pages-freed-under-a-forward",
         file="workers/handoff/retired.py",
-        find="        if is_past is None:\n",
-        replace="        if True:\n",
+        find="        if is_past is None:\n            action()\n",
+        replace="        if True:\n            action()\n",
         reason="Pages stay until the device is past them, or a peer writes into what a forward still reads.",
         tests=("tests/workers/handoff/test_retired.py",),
     ),

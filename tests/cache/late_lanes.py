@@ -81,11 +81,12 @@ class LateLanes:
                 (pool if up else memory).copy_(memory if up else pool)
 
 
-def keep_late(cache: PagedKVCache, slots: Sequence[int], seed: int, *, verify: bool = False) -> HostStore:
-    """A store behind a cache, whose copies are late. Pages come up in a stage for each two layers."""
+def keep_late(cache: PagedKVCache, slots: Sequence[int], seed: int | None, *, verify: bool = False) -> HostStore:
+    """A store behind a cache, whose copies are late. Pages come up in a stage for each two layers. seed: of those that
+    are made early; None: none is."""
     pools = [group.site.pool for group in cache._groups]
     layers = [group.layers for group in cache.layout.groups]
-    make = partial(LateLanes, random=Random(seed))
+    make = partial(LateLanes, random=None if seed is None else Random(seed))
     begins = list(range(0, cache.layout.num_layers, 2))
     store = HostStore(pools, slots, layers=layers, begins=begins, verify=verify, make_lanes=make)
     cache.keep_evicted(store)

@@ -124,6 +124,14 @@ CACHE = (
         tests=("tests/e2e/test_host_tier.py::test_what_takes_longer_than_computing_is_computed",),
     ),
     Mutant(
+        name="pushed-before-it-has-come",
+        file="cache/attention/group_attention.py",
+        find="self.whole or plan.pushes_late else 0",
+        replace="self.whole else 0",
+        reason="A prefix is pushed once all its layers have come up, or a peer gets what was in its pages before.",
+        tests=("tests/cache/store/test_evicted_prefixes.py::test_a_peer_gets_what_came_back",),
+    ),
+    Mutant(
         name="rows-behind-pages-that-come-up",
         file="workers/scheduling/scheduler.py",
         find="if not (rows and one.arriving))",

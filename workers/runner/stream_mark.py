@@ -1,6 +1,7 @@
 """A place in what was launched on a device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -24,4 +25,10 @@ def mark_stream(device: torch.device) -> Callable[[], bool] | None:
 def all_past(*marks: Callable[[], bool] | None) -> Callable[[], bool] | None:
     """Of several marks; None where all are."""
     given = [is_past for is_past in marks if is_past is not None]
-    return (lambda: all(is_past() for is_past in given)) if given else None
+    if len(given) < 2:
+        return given[0] if given else None
+    return partial(_are_past, given)
+
+
+def _are_past(marks: Sequence[Callable[[], bool]]) -> bool:
+    return all(is_past() for is_past in marks)

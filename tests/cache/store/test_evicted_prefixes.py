@@ -9,8 +9,10 @@ import torch
 from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.spans import ALL, Window
 from tandem.cache.store.host_store import HostStore
-from tests.cache.naive import cache_of, draw_inputs, layout_of, run, spanned
+from tests.cache.late_lanes import keep_late
+from tests.cache.naive import cache_of, draw_inputs, layout_of, pools_of, run, spanned
 from tests.cache.pages.test_prefix_index import prefilled
+from tests.cache.peer_writer import PeerWriter
 from tests.support.tvm_cache import TvmCache
 
 LAYOUT = layout_of(2)
@@ -56,6 +58,30 @@ def test_siblings_share_what_came_back() -> None:
     assert cache.pages.host_pages_up == up
     first, second = (cache._table.groups[0].held(cache._table.row(one))[:5].tolist() for one in (1, 2))
     assert first == second
+
+
+def test_a_peer_gets_what_came_back() -> None:
+    """All layers of it, though the forward that sends it begins before the last of them are there."""
+    layout = layout_of(2, 2)
+    pools = [pools_of(layout, 6) for _ in range(2)]
+    sender, receiver = (cache_of(layout, pools=own, writer=PeerWriter(pe, pools)) for pe, own in enumerate(pools))
+    keep_late(sender, [16, 16], seed=None)
+    for prompt in (A, B):
+        prefilled(sender, 0, prompt, layout=layout)
+        sender.remove_sequence(0)
+    sender.add_sequence(1)
+    assert sender.match_prefix(1, A) == 20
+    assert not sender.has_arrived(1)
+    receiver.add_sequence(2)
+    sender.mark_send(1, 0, receiver.prepare_receive(2, 21), 1)
+    inputs = draw_inputs(layout, 1, seed=0)
+    for x in (tensor for layer in inputs.layers for tensor in layer):
+        x.fill_(A[-1])
+    run(sender, [1], [1], inputs)
+    assert sender.has_arrived(1)
+    receiver.finish_receive(2)
+    for _, v in receiver.gather_kv(2, 0, 21):
+        assert v[:, 0, 0].tolist() == A
 
 
 def test_a_salt_holds_in_the_store_too() -> None:

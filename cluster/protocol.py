@@ -73,6 +73,7 @@ class PromptOptions(TypedDict, total=False):
     add_special_tokens: bool
     truncate_prompt_tokens: int
     return_prompt_token_ids: bool
+    service_tier: str
     encoder_prompt: HalfPrompt
     decoder_prompt: HalfPrompt
     template_kwargs: Mapping[str, Any]

@@ -47,6 +47,7 @@ class ServedModel:
             cache.page_size,
             config.gateway.max_sliding_tokens,
             config.scheduler.max_batch_tokens,
+            config.gateway.first_and_last_priority,
         )
         return cls(
             model.architecture,

@@ -70,7 +70,7 @@ class Prompt(_message.Message):
     def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., token_bytes: _Optional[bytes] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "token_ids", "chat", "token_bytes", "fork", "sampling", "resume", "cache_salt", "add_special_tokens", "truncate_prompt_tokens", "return_prompt_token_ids", "encoder_prompt", "decoder_prompt")
+    __slots__ = ("request_id", "text", "token_ids", "chat", "token_bytes", "fork", "sampling", "resume", "cache_salt", "add_special_tokens", "truncate_prompt_tokens", "return_prompt_token_ids", "encoder_prompt", "decoder_prompt", "service_tier")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +85,7 @@ class GenerateRequest(_message.Message):
     RETURN_PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     ENCODER_PROMPT_FIELD_NUMBER: _ClassVar[int]
     DECODER_PROMPT_FIELD_NUMBER: _ClassVar[int]
+    SERVICE_TIER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     token_ids: TokenIds
@@ -99,7 +100,8 @@ class GenerateRequest(_message.Message):
     return_prompt_token_ids: bool
     encoder_prompt: Prompt
     decoder_prompt: Prompt
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., token_bytes: _Optional[bytes] = ..., fork: _Optional[_Union[Fork, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., cache_salt: _Optional[str] = ..., add_special_tokens: bool = ..., truncate_prompt_tokens: _Optional[int] = ..., return_prompt_token_ids: bool = ..., encoder_prompt: _Optional[_Union[Prompt, _Mapping]] = ..., decoder_prompt: _Optional[_Union[Prompt, _Mapping]] = ...) -> None: ...
+    service_tier: str
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., token_bytes: _Optional[bytes] = ..., fork: _Optional[_Union[Fork, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., cache_salt: _Optional[str] = ..., add_special_tokens: bool = ..., truncate_prompt_tokens: _Optional[int] = ..., return_prompt_token_ids: bool = ..., encoder_prompt: _Optional[_Union[Prompt, _Mapping]] = ..., decoder_prompt: _Optional[_Union[Prompt, _Mapping]] = ..., service_tier: _Optional[str] = ...) -> None: ...
 
 class Fork(_message.Message):
     __slots__ = ("request_id", "index", "position", "token_ids")
@@ -130,7 +132,7 @@ class AnswerSoFar(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., ended: bool = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "logprobs", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words", "bad_words_ids", "allowed_token_ids", "guided", "prompt_logprobs", "n", "best_of", "sliding", "first_token_seconds")
+    __slots__ = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "logprobs", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "min_tokens", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "bad_words", "bad_words_ids", "allowed_token_ids", "guided", "prompt_logprobs", "n", "best_of", "sliding", "first_token_seconds", "priority")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -164,6 +166,7 @@ class SamplingParams(_message.Message):
     BEST_OF_FIELD_NUMBER: _ClassVar[int]
     SLIDING_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     max_tokens: int
     temperature: float
     top_p: float
@@ -190,7 +193,8 @@ class SamplingParams(_message.Message):
     best_of: int
     sliding: SlidingWindow
     first_token_seconds: float
-    def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., logprobs: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., skip_special_tokens: bool = ..., include_stop_str_in_output: bool = ..., min_tokens: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., bad_words: _Optional[_Iterable[str]] = ..., bad_words_ids: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., guided: _Optional[_Union[Guided, _Mapping]] = ..., prompt_logprobs: _Optional[int] = ..., n: _Optional[int] = ..., best_of: _Optional[int] = ..., sliding: _Optional[_Union[SlidingWindow, _Mapping]] = ..., first_token_seconds: _Optional[float] = ...) -> None: ...
+    priority: int
+    def __init__(self, max_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., min_p: _Optional[float] = ..., seed: _Optional[int] = ..., logprobs: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: bool = ..., skip_special_tokens: bool = ..., include_stop_str_in_output: bool = ..., min_tokens: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., bad_words: _Optional[_Iterable[str]] = ..., bad_words_ids: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., guided: _Optional[_Union[Guided, _Mapping]] = ..., prompt_logprobs: _Optional[int] = ..., n: _Optional[int] = ..., best_of: _Optional[int] = ..., sliding: _Optional[_Union[SlidingWindow, _Mapping]] = ..., first_token_seconds: _Optional[float] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class SlidingWindow(_message.Message):
     __slots__ = ("window", "sinks")

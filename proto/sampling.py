@@ -33,3 +33,4 @@ class Sampling(TypedDict, total=False):
     best_of: int
     sliding: Mapping[str, int]
     first_token_seconds: float
+    priority: int

@@ -64,20 +64,22 @@ class Reservation(_message.Message):
     def __init__(self, reservation_id: _Optional[int] = ..., epoch: _Optional[int] = ..., target_pe: _Optional[int] = ..., signal_slot: _Optional[int] = ..., generation: _Optional[int] = ..., matched_tokens: _Optional[int] = ..., position_map: _Optional[_Union[PositionMap, _Mapping]] = ..., pages: _Optional[int] = ..., writer_pe: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., seal: _Optional[bytes] = ..., writer_epoch: _Optional[int] = ...) -> None: ...
 
 class PromptSpec(_message.Message):
-    __slots__ = ("token_ids", "salt", "encoder_tokens", "sliding", "whole", "num_output")
+    __slots__ = ("token_ids", "salt", "encoder_tokens", "sliding", "whole", "num_output", "priority")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     ENCODER_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SLIDING_FIELD_NUMBER: _ClassVar[int]
     WHOLE_FIELD_NUMBER: _ClassVar[int]
     NUM_OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     token_ids: bytes
     salt: bytes
     encoder_tokens: int
     sliding: _inference_pb2.SlidingWindow
     whole: bool
     num_output: int
-    def __init__(self, token_ids: _Optional[bytes] = ..., salt: _Optional[bytes] = ..., encoder_tokens: _Optional[int] = ..., sliding: _Optional[_Union[_inference_pb2.SlidingWindow, _Mapping]] = ..., whole: bool = ..., num_output: _Optional[int] = ...) -> None: ...
+    priority: int
+    def __init__(self, token_ids: _Optional[bytes] = ..., salt: _Optional[bytes] = ..., encoder_tokens: _Optional[int] = ..., sliding: _Optional[_Union[_inference_pb2.SlidingWindow, _Mapping]] = ..., whole: bool = ..., num_output: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class PrepareReceiveRequest(_message.Message):
     __slots__ = ("request_id", "epoch", "max_tokens", "writer_pe", "prompt", "writer_epoch", "fork_of")

@@ -55,6 +55,7 @@ NOT_UNIT = (
     "tests/cluster/requests/test_call_limit.py",
     "tests/cluster/requests/test_default_sampling.py",
     "tests/cluster/requests/test_first_token_targets.py",
+    "tests/cluster/requests/test_priorities.py",
     "tests/cluster/requests/test_guide_checks.py",
     "tests/cluster/requests/test_readers.py",
     "tests/cluster/requests/test_replay.py",

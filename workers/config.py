@@ -60,9 +60,10 @@ class WorkerConfig:
     role: what the worker is mainly for. It computes prompts and decodes whatever its role is. adaptive: it is asked for
     both often, so that what captures CUDA graphs captures those of both. token_seconds: how long a sequence may wait
     for its next token because of prompts; None sets no bound. token_share: how many of its tokens are to come in that
-    time. record: None records nothing. ranks: how many processes make up each worker of the island, each with a shard
-    of the model; none where all have one. rank: which of them this is; the first leads. epochs: of each PE, 0
-    for a vacant place, where the island has such or this worker joins others that serve; none where all have `epoch`.
+    time. priority_seconds: after so long, what waits counts with the next lower priority. record: None records
+    nothing. ranks: how many processes make up each worker of the island, each with a shard of the model; none where all
+    have one. rank: which of them this is; the first leads. epochs: of each PE, 0 for a vacant place, where the island
+    has such or this worker joins others that serve; none where all have `epoch`.
     """
 
     role: Role
@@ -99,6 +100,7 @@ class WorkerConfig:
     adaptive: bool = False
     token_seconds: float | None = None
     token_share: float = TOKEN_SHARE
+    priority_seconds: float = 30.0
     speculation: SpeculationSettings = SpeculationSettings()
     logging: LogSettings = field(default_factory=LogSettings)
     record: RecordSettings | None = None
@@ -124,6 +126,7 @@ class LoopSettings:
     eos_token_ids: tuple[int, ...] = ()
     token_seconds: float | None = None  # from one token of a row to its next, beside prompts; None: no bound
     token_share: float = TOKEN_SHARE  # of the times from one token to the next that are to keep it
+    priority_seconds: float = 30.0  # after which what waits counts with the next lower priority
     speculation: SpeculationSettings = SpeculationSettings()
 
 

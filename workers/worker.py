@@ -378,6 +378,7 @@ class Worker:
             eos_token_ids=self._eos_token_ids,
             token_seconds=config.token_seconds,
             token_share=config.token_share,
+            priority_seconds=config.priority_seconds,
             speculation=config.speculation,
         )
         fanout = TokenFanout(asyncio.get_running_loop(), config.max_stream_messages_per_second)

@@ -185,6 +185,7 @@ def generate(
         list[int] | None, typer.Option("--stop-token-id", help="Ends the output at this token. Repeatable.")
     ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Goes on past the end token.")] = False,
+    priority: Annotated[int | None, typer.Option(help="Serves it before those of higher numbers. Default: 0.")] = None,
     request_id: Annotated[str | None, typer.Option(help="Names the request. Default: a name of the gateway's.")] = None,
     cache_salt: Annotated[str, typer.Option(help="Shares cached prefixes only with requests of the same salt.")] = "",
     timeout: Annotated[float, typer.Option(min=0, help="Gives up after this many seconds.")] = 600.0,

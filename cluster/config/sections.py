@@ -166,12 +166,18 @@ class SchedulerSection(Section):
     token_share: Share = Field(default=TOKEN_SHARE, gt=0.5, lt=1)
     """the share of a sequence's tokens that should come within token_seconds; with a larger share, prompts take
     longer"""
+    priority_seconds: Seconds = Field(default=30.0, gt=0, le=86400)
+    """a waiting request rises by one priority each time it has waited for so long, so that none waits for ever"""
     stream_messages_per_second: Messages | None = Field(default=None, le=1 << 20)
     """most messages to the clients of one decode worker; with more tokens than that, a message carries several; null is
     400 on a CPU, which also computes, and on a GPU as many as the gateway can write"""
 
 
 Origin = Annotated[str, Field(pattern=r"^(\*|[a-z][a-z0-9+.-]*://[^\sA-Z/,*]+)$")]
+Priorities = Annotated[
+    list[Annotated[int, Field(ge=-1000, le=1000)]],
+    Field(min_length=2, max_length=2, json_schema_extra={"accepted": "two integers"}),
+]
 Origins = Annotated[list[Origin], Field(max_length=64, json_schema_extra={"accepted": "a list of texts"})]
 
 
@@ -193,6 +199,9 @@ class GatewaySection(GatewayNodes):
     """most tokens, prompts and outputs, that wait for room"""
     max_sliding_tokens: Tokens = Field(default=1 << 20, le=1 << 31)
     """most tokens, prompt and output, of a request with `sliding`, which may be longer than the model's context"""
+    priorities: Priorities = Field(default=[0, 10])
+    """the first and the last `priority` that a request may ask for. Lower numbers are served first, and 0 is the
+    default. With a first one below 0, any client may go before others"""
     max_attempts: Placements = Field(default=5, le=1000)
     """how often a request is placed if workers are lost while they serve it"""
     queue_seconds: Seconds = Field(default=60.0, gt=0, le=86400)
@@ -225,6 +234,20 @@ class GatewaySection(GatewayNodes):
         if policy not in POLICIES:
             raise ValueError(f"must be {' or '.join(POLICIES)}")
         return policy
+
+    @property
+    def first_and_last_priority(self) -> tuple[int, int]:
+        """As the validator of requests takes them."""
+        first, last = self.priorities
+        return first, last
+
+    @field_validator("priorities")
+    @classmethod
+    def _around_the_default(cls, priorities: list[int]) -> list[int]:
+        first, last = priorities
+        if not first <= 0 <= last:
+            raise ValueError("must have a first priority of at most 0 and a last one of at least 0")
+        return priorities
 
     @field_validator("http_port")
     @classmethod

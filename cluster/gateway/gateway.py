@@ -133,7 +133,13 @@ class Gateway:
         self._account = ClusterAccount(
             settings.config, self._islands, self._table, self._started, settings.node, self._links.gateways
         )
-        self._queue = AdmissionQueue(section.max_queued, section.max_queued_tokens, self._table, self._links.give_way)
+        self._queue = AdmissionQueue(
+            section.max_queued,
+            section.max_queued_tokens,
+            self._table,
+            self._links.give_way,
+            priority_seconds=settings.config.scheduler.priority_seconds,
+        )
         self._router = Router(
             self._islands, self._queue, id_prefix=settings.attempt_prefix, queue_seconds=section.queue_seconds
         )

@@ -42,6 +42,7 @@ class Column(IntEnum):
     DECODING = auto()  # requests that have their first token
     TURN = auto()  # the number of the turn that the head of the queue has; 0 without a head
     TURN_SINCE = auto()  # in monotonic nanoseconds
+    TURN_PRIORITY = auto()  # of the head's request
     TURN_LOOKED = auto()  # when the head last looked for room
     TURNS_DONE = auto()  # the highest number of a turn that found room
     GIVEN_BACK = auto()  # counts what may have made room

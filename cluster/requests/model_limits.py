@@ -21,6 +21,7 @@ class ModelLimits:
     rope_switch: int | None = None  # see ModelConfig
     page_size: int = 16
     max_sliding_tokens: int = 1 << 20  # of prompt and output of a request that slides
+    priorities: tuple[int, int] = (0, 0)  # the first and the last that a request may ask for
     cannot_slide: str = ""  # why no request may slide; empty where it may
     max_encoder_tokens: int = 0  # of an encoder's prompt; 0: the model has no encoder, and the next two mean nothing
     max_decoder_tokens: int = 0  # prompt and output of its decoder
@@ -35,6 +36,7 @@ class ModelLimits:
         page_size: int,
         max_sliding_tokens: int,
         max_batch_tokens: int,
+        priorities: tuple[int, int],
     ) -> "ModelLimits":
         """num_pages: of a decode worker's pool. max_batch_tokens: of a prefill worker's forward."""
         return cls(
@@ -44,6 +46,7 @@ class ModelLimits:
             rope_switch=model.rope_switch,
             page_size=page_size,
             max_sliding_tokens=max_sliding_tokens,
+            priorities=priorities,
             cannot_slide=model.cannot_slide,
             max_encoder_tokens=model.max_encoder_tokens(max_batch_tokens, page_size),
             max_decoder_tokens=model.max_positions,

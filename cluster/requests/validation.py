@@ -33,6 +33,7 @@ from tandem.workers.sampling.sampling_params import (
 from tandem.workers.wire.messages import PROMPT_DTYPE, prompt_from_bytes, sampling_from_proto
 from tandem.workers.wire.prompt_spec import NO_ENCODER, EncoderPrompt, PromptSpec
 
+TIERS = ("priority", "flex")  # values of service_tier: the first priority, and the last
 MAX_REQUEST_ID = 128
 QUICK_TEXT = 16_384  # bytes; what is longer is tokenized in a process of its own
 QUICK_MESSAGES = 64
@@ -116,6 +117,7 @@ class RequestValidator:
         target = message.sampling.first_token_seconds
         if message.sampling.HasField("first_token_seconds") and not target >= MIN_FIRST_TOKEN_SECONDS:
             raise InvalidRequest(f"sampling.first_token_seconds is {target:g}; it must be {FIRST_TOKEN_SECONDS}")
+        self._check_priority(message)
         slides = message.sampling.HasField("sliding")
         self._check_received("resume.token_ids", len(message.resume.token_ids), slides=slides)
         for index, answer in enumerate(message.resume.answers[:MAX_ANSWERS]):
@@ -150,6 +152,17 @@ class RequestValidator:
             if message.HasField(name):
                 raise InvalidRequest(f"{name} is set beside fork; send the tokens as token_ids with it")
         self._limits.check_length(len(message.fork.token_ids) + 1, 1)
+
+    def _check_priority(self, message: inference_pb2.GenerateRequest) -> None:
+        first, last = self._limits.priorities
+        if not first <= message.sampling.priority <= last:
+            raise InvalidRequest(
+                f"sampling.priority is {message.sampling.priority}; {first} … {last} are accepted (gateway.priorities)"
+            )
+        if message.service_tier and message.sampling.HasField("priority"):
+            raise InvalidRequest(
+                f"service_tier is {message.service_tier!r:.80}; it is accepted only without sampling.priority"
+            )
 
     def _check_ids(self, count: int) -> None:
         if self._limits.max_encoder_tokens:
@@ -203,7 +216,11 @@ class RequestValidator:
             if params.prompt_logprobs is not None:
                 raise InvalidRequest("sampling.prompt_logprobs is set; a model with an encoder has none to report")
             token_ids, encoder = self._join(token_ids, message)
-        prompt = PromptSpec(token_ids, self.salt(message.cache_salt, credential), encoder, params.sliding)
+        tiers: dict[str, int] = dict(zip(TIERS, self._limits.priorities, strict=True))
+        params = replace(params, priority=tiers.get(message.service_tier, params.priority))
+        prompt = PromptSpec(
+            token_ids, self.salt(message.cache_salt, credential), encoder, params.sliding, priority=params.priority
+        )
         if open_ended is not None and ends_anywhere:
             most = min(open_ended, self._limits.room(prompt))
             params = replace(params, max_tokens=max(1, params.min_tokens, most))

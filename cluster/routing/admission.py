@@ -3,12 +3,13 @@
 import asyncio
 import heapq
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from tandem.cluster.errors import Overloaded
 from tandem.cluster.peers.table import Column, GatewayTable
+from tandem.workers.scheduling.ageing import level
 
 LEAST_RETRY_SECONDS = 0.1
 FIRST_GUESS_SECONDS = 1.0  # between two turns, before any was measured
@@ -22,7 +23,7 @@ AskOthers = Callable[[int], Awaitable[bool]]
 
 @dataclass(order=True)
 class _Waiter:
-    """The lowest number goes first, and of equal ones the earliest."""
+    """Of one priority the lowest number goes first, and of equal ones the earliest."""
 
     number: int = field(init=False)
     since: int = field(init=False)  # monotonic nanoseconds
@@ -30,10 +31,11 @@ class _Waiter:
     tokens: int = field(compare=False)
     requests: int = field(compare=False)  # as which it counts
     admitted: bool = field(compare=False)  # before: it never gives way
+    priority: int = field(compare=False)
     given: "asyncio.Future[None]" = field(init=False, compare=False)
     counted: bool = field(default=False, compare=False)
     waits: bool = field(default=False, compare=False)  # and counts as one of its client
-    gives_way: bool = field(default=False, compare=False)
+    gives_way: str = field(default="", compare=False)  # why it does
 
 
 class RoomSignal:
@@ -60,8 +62,9 @@ class RoomSignal:
 
 
 class AdmissionQueue:
-    """Clients take turns, each client's requests in order. A request keeps its turn until it has a place, unless a
-    client comes that has had fewer turns.
+    """Requests of lower priorities go first. Of one priority clients take turns, each client's requests in order. A
+    request keeps its turn until it has a place, unless one of a lower priority comes, or a client that has had fewer
+    turns. A request that waits rises by one priority each priority_seconds, so that it does not wait for ever.
 
     A request gets the number of a turn: one more than the last that found room, and one more for each request of its
     client that waits already, in whichever process. So a client has one turn a round, however many requests and
@@ -69,13 +72,20 @@ class AdmissionQueue:
 
     Bounded by requests and by the tokens they ask for. A request that is larger than a bound may wait alone. When a
     bound is reached, the client that has most of the queue is turned away: its newest request gives way to one of a
-    client that has less even with that one, in whichever process either waits.
+    client that has less even with that one, in whichever process either waits. Before that, the newest request of the
+    last priority gives way to one of a lower priority that comes to the same process.
 
     Owned by the gateway's event loop.
     """
 
     def __init__(
-        self, max_requests: int, max_tokens: int, table: GatewayTable | None = None, ask_others: AskOthers | None = None
+        self,
+        max_requests: int,
+        max_tokens: int,
+        table: GatewayTable | None = None,
+        ask_others: AskOthers | None = None,
+        *,
+        priority_seconds: float = 30.0,
     ) -> None:
         """table: where the requests of all the gateway's processes are counted together; None: these only. ask_others:
         PeerLinks.give_way."""
@@ -83,7 +93,8 @@ class AdmissionQueue:
         self._max_tokens = max_tokens
         self._table = table or GatewayTable.alone()
         self._ask_others = ask_others
-        self._waiting: list[_Waiter] = []  # a heap
+        self._waiting: dict[int, list[_Waiter]] = {}  # a heap for each priority
+        self._priority_seconds = priority_seconds
         self._head: _Waiter | None = None
         self._turn_seconds = FIRST_GUESS_SECONDS
         self._passed_on = 0.0
@@ -106,11 +117,12 @@ class AdmissionQueue:
 
     @asynccontextmanager
     async def turn(
-        self, client: str, tokens: int, *, requests: int = 1, admitted: bool = False
+        self, client: str, tokens: int, *, requests: int = 1, admitted: bool = False, priority: int = 0
     ) -> AsyncGenerator[None]:
         """Waits for its turn, and has it inside the block. Overloaded when too much waits already, or when it gives
         way, unless the request was admitted before. requests: as how many it counts."""
-        turn = _Waiter(self._table.client_column(client), tokens, requests, admitted)
+        owner = f"{client}\0{priority}" if priority else client  # each priority has turns of its own
+        turn = _Waiter(self._table.client_column(owner), tokens, requests, admitted, priority)
         self._count(turn)  # before it looks, as all processes do: together they never admit too much
         try:
             if not admitted:
@@ -125,24 +137,19 @@ class AdmissionQueue:
                 self._pass_on()
 
     def give_way(self, client: int) -> bool:
-        """Ends the newest request that waits here for a client, by its column in the table; whether there was one."""
-        asked = [
-            turn for turn in self._waiting if turn.client == client and not turn.admitted and not turn.given.done()
-        ]
-        if not asked:
-            return False
-        newest = max(asked, key=lambda turn: turn.since)
-        self._leave(newest)
-        newest.gives_way = True
-        newest.given.set_result(None)
-        return True
+        """Ends the newest request of the last priority that waits here for a client, by its column in the table;
+        whether there was one."""
+        asked = [turn for heap in self._waiting.values() for turn in heap if turn.client == client]
+        return self._end_newest(asked, "this client has most of it: its newest request gives way to another client's")
 
     async def first(self) -> None:
         """For the request that has the turn: returns when none comes before it, in whichever process."""
         turn = self._head
         assert turn is not None, "the caller has the turn"
         while True:
-            if self._waiting and self._waiting[0] < turn:
+            other = self._next()
+            now = time.monotonic_ns()
+            if other is not None and self._rank(other, now) < self._rank(turn, now):
                 self._push(turn)
                 self._pass_on()
                 await self._given(turn)
@@ -160,8 +167,9 @@ class AdmissionQueue:
         for other in table.others():
             number = table.of(other, Column.TURN)
             if number and now - table.of(other, Column.TURN_LOOKED) < SILENT_NS:
-                theirs = number, table.of(other, Column.TURN_SINCE), other
-                if theirs < (head.number, head.since, table.process):
+                since = table.of(other, Column.TURN_SINCE)
+                theirs = self._level(table.of(other, Column.TURN_PRIORITY), since, now), number, since, other
+                if theirs < (self._level(head.priority, head.since, now), head.number, head.since, table.process):
                     return True
         return False
 
@@ -193,6 +201,9 @@ class AdmissionQueue:
     async def _find_room(self, turn: _Waiter) -> None:
         """Returns when the queue has room for it, which another client may have to make. Else raises Overloaded."""
         while reason := self._is_full(turn):
+            below = [waits for priority, heap in self._waiting.items() if priority > turn.priority for waits in heap]
+            if self._end_newest(below, "one of a lower priority has come, to which the newest request gives way"):
+                continue
             by_tokens = "max_queued_tokens" in reason
             client, most = self._table.largest_client(by_tokens=by_tokens)
             column = self._table.tokens_column(turn.client) if by_tokens else turn.client
@@ -230,41 +241,73 @@ class AdmissionQueue:
             self._begin(turn)
         else:
             self._push(turn)
+            if turn.priority < self._head.priority:
+                self.room.set()  # the head hands its turn over
             await self._given(turn)
 
     async def _given(self, turn: _Waiter) -> None:
         await turn.given
         if turn.gives_way:
             raise self._overloaded(
-                "the queue is full and this client has most of it: its newest request gives way to another client's "
-                f"(gateway.max_queued is {self._max_requests}, gateway.max_queued_tokens is {self._max_tokens})"
+                f"the queue is full and {turn.gives_way} (gateway.max_queued is {self._max_requests}, "
+                f"gateway.max_queued_tokens is {self._max_tokens})"
             )
 
     def _push(self, turn: _Waiter) -> None:
         turn.given = asyncio.get_running_loop().create_future()
-        if len(self._waiting) > 2 * self.requests:  # half of them have left
-            self._waiting = [one for one in self._waiting if not one.given.done()]
-            heapq.heapify(self._waiting)
-        heapq.heappush(self._waiting, turn)
+        heap = self._waiting.setdefault(turn.priority, [])
+        if len(heap) > 2 * self.requests:  # half of them have left
+            heap[:] = [one for one in heap if not one.given.done()]
+            heapq.heapify(heap)
+        heapq.heappush(heap, turn)
 
     def _pass_on(self) -> None:
-        """The turn goes to the lowest number that still waits."""
+        """The turn goes to the first that still waits."""
         now = time.monotonic()
         self._turn_seconds += SMOOTHING * (now - self._passed_on - self._turn_seconds)
         self._passed_on = now
-        while self._waiting:
-            turn = heapq.heappop(self._waiting)
-            if not turn.given.done():  # cancelled
-                self._begin(turn)
-                return
+        turn = self._next()
+        if turn is not None:
+            heapq.heappop(self._waiting[turn.priority])
+            self._begin(turn)
+            return
         self._head = None
         self._table.put(Column.TURN, 0)
+
+    def _next(self) -> _Waiter | None:
+        """The first that still waits."""
+        for priority, heap in list(self._waiting.items()):
+            while heap and heap[0].given.done():  # cancelled
+                heapq.heappop(heap)
+            if not heap:
+                del self._waiting[priority]
+        now = time.monotonic_ns()
+        return min((heap[0] for heap in self._waiting.values()), key=lambda turn: self._rank(turn, now), default=None)
+
+    def _end_newest(self, turns: Iterable[_Waiter], reason: str) -> bool:
+        """Ends the newest one of the last priority among requests that wait here; whether one could be ended."""
+        asked = [turn for turn in turns if not turn.admitted and not turn.given.done()]
+        if not asked:
+            return False
+        newest = max(asked, key=lambda turn: (turn.priority, turn.since))
+        self._leave(newest)
+        newest.gives_way = reason
+        newest.given.set_result(None)
+        return True
+
+    def _rank(self, turn: _Waiter, now: int) -> tuple[int, int, int]:
+        """The lowest one goes first."""
+        return self._level(turn.priority, turn.since, now), turn.number, turn.since
+
+    def _level(self, priority: int, since: int, now: int) -> int:
+        return level(priority, (now - since) / 1e9, self._priority_seconds)
 
     def _begin(self, turn: _Waiter) -> None:
         self._head = turn
         table = self._table
         table.put(Column.TURN_LOOKED, time.monotonic_ns())
         table.put(Column.TURN_SINCE, turn.since)
+        table.put(Column.TURN_PRIORITY, turn.priority)
         table.put(Column.TURN, turn.number)
         if not turn.given.done():
             turn.given.set_result(None)

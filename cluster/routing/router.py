@@ -117,7 +117,9 @@ class Router:
         try:
             async with (
                 asyncio.timeout(self._queue_seconds),
-                self._queue.turn(client, count * wanted.total_tokens, requests=count, admitted=again),
+                self._queue.turn(
+                    client, count * wanted.total_tokens, requests=count, admitted=again, priority=prompt.priority
+                ),
             ):
                 return await self._wait_for_room(wanted, near)
         except TimeoutError:

@@ -88,6 +88,7 @@ def worker_configs(
             max_stream_messages_per_second=stream_messages_per_second(config),
             token_seconds=token_seconds(config),
             token_share=config.scheduler.token_share,
+            priority_seconds=config.scheduler.priority_seconds,
             speculation=config.speculation.settings,
             adaptive=is_adaptive(config),
             logging=config.logging.settings,

@@ -43,6 +43,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     local: list[str] = field(default_factory=list)  # requests with such prompts
     packed: list[worker_pb2.PackedLogprobs] = field(default_factory=list)  # what PromptLogprobs brings
     asked: list[bool] = field(default_factory=list)  # of each RemoteSend: whether it wants them
+    priorities: list[int] = field(default_factory=list)  # of each PrepareReceive
     targets: list[float | None] = field(default_factory=list)  # of each RemoteSend: what is left for its first token
 
     async def start(self) -> None:
@@ -63,6 +64,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         return IslandState(name, epoch, restarts=epoch - 1, workers=workers, version=version)
 
     async def PrepareReceive(self, request: worker_pb2.PrepareReceiveRequest, context: Any) -> worker_pb2.Reservation:
+        self.priorities.append(request.prompt.priority)
         await self._maybe_fail("PrepareReceive", context)
         if self.room is not None:
             await self.room.wait()

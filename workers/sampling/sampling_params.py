@@ -71,6 +71,7 @@ class SamplingParams:
     n: int = 1  # answers; the gateway places each as a request of one answer
     best_of: int | None = None  # answers generated, of which the n likeliest are given; None is n
     sliding: SlidingWindow | None = None  # None: each token sees all before it
+    priority: int = 0  # lower numbers are served first; the gateway has its limits
     first_token_seconds: float | None = None  # from arrival at the gateway; workers get what is left, 0 or less if past
 
     @property

@@ -3,11 +3,12 @@
 import heapq
 import math
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
 from tandem.workers.requests.prompt import Prompt
+from tandem.workers.scheduling.ageing import level
 from tandem.workers.scheduling.batch import Chunk
 
 SHARE = 1 / 8  # of the prompt tokens, for prompts that are late or have no target
@@ -31,7 +32,8 @@ _Arrival = tuple[int, Prompt]
 class PromptOrder:
     """The prompts of a scheduler, by their turns. Pure: it is told the time.
 
-    Without targets a prompt's turn is that of its arrival. With them
+    Prompts of lower priorities go first, and one that waits rises by a priority each priority_seconds. Of one priority,
+    a prompt's turn is that of its arrival without targets. With them
 
     1. prompts that can be in time go first, the earliest deadline before others,
     2. then prompts without a target, as they came,
@@ -49,7 +51,10 @@ class PromptOrder:
     prompt without room is also the first to be asked for, until it has room. So no prompt starves.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, priority_seconds: float = 30.0) -> None:
+        self._priority_seconds = priority_seconds
+        self._now = 0.0
+        self._ranked: dict[Prompt, None] = {}  # those whose priority is not 0
         self._entries: dict[Prompt, _Entry] = {}
         self._undated: dict[Prompt, int] = {}  # those without a target, and their numbers
         self._dated: list[_Entry] = []  # those whose deadline is to come, sorted
@@ -66,6 +71,8 @@ class PromptOrder:
     def add(self, prompt: Prompt) -> None:
         entry = self._entries[prompt] = _Entry(prompt.deadline, self._count, prompt.num_tokens, prompt)
         self._count += 1
+        if prompt.spec.priority:
+            self._ranked[prompt] = None
         if entry.deadline == math.inf:
             self._undated[prompt] = entry.number
         else:
@@ -76,6 +83,7 @@ class PromptOrder:
     def remove(self, prompt: Prompt) -> None:
         """Idempotent."""
         entry = self._entries.pop(prompt, None)
+        self._ranked.pop(prompt, None)
         if entry is None:
             return
         self._again = -math.inf
@@ -91,6 +99,7 @@ class PromptOrder:
 
     def update(self, now: float, rate: Callable[[], float]) -> None:
         """Turns as they are now, in the time of deadlines. rate: called where a plan is due; prompt tokens a second."""
+        self._now = now
         if not self._has_targets:
             return
         total, behind = self._take_given()
@@ -109,18 +118,18 @@ class PromptOrder:
     def for_room(self, waiting: Collection[Prompt]) -> Iterator[Prompt]:
         """Prompts that wait for room, by their turns. They may leave `waiting` meanwhile."""
         if not self._has_targets:
-            yield from tuple(waiting)
+            yield from self._by_level(tuple(waiting))
             return
         if self._is_due and self._elder not in waiting:
             self._elder = next((prompt for prompt in self._behind() if prompt in waiting), None)
         if self._elder is not None and self._elder in waiting:
             yield self._elder
-        yield from (prompt for prompt in self._turns() if prompt in waiting)
+        yield from self._by_level(prompt for prompt in self._turns() if prompt in waiting)
 
     def for_chunks(self, running: Collection[Prompt]) -> Iterator[Prompt]:
         """Prompts that have room, by their turns."""
         if not self._has_targets:
-            yield from running
+            yield from self._by_level(running)
             return
         elders: set[Prompt] = set()
         owed = self._owed if self._is_due else 0
@@ -131,7 +140,14 @@ class PromptOrder:
                 owed -= prompt.num_tokens - prompt.computed
                 elders.add(prompt)
                 yield prompt
-        yield from (prompt for prompt in self._turns() if prompt in running and prompt not in elders)
+        yield from self._by_level(prompt for prompt in self._turns() if prompt in running and prompt not in elders)
+
+    def _by_level(self, prompts: Iterable[Prompt]) -> Iterable[Prompt]:
+        """By priority, and of one priority in the order given."""
+        return sorted(prompts, key=self._level) if self._ranked else prompts
+
+    def _level(self, prompt: Prompt) -> int:
+        return level(prompt.spec.priority, self._now - prompt.arrived, self._priority_seconds)
 
     @property
     def _has_targets(self) -> bool:

@@ -15,7 +15,7 @@ LEAST_PROMPT_TOKENS = 1  # of each step with prompts, however many decode rows t
 
 class Scheduler:
     """Prompts by their turns, and a row for each sequence that is decoded. Owned by the step thread. Turns are those of
-    arrival, unless prompts have a target for their first token; see PromptOrder.
+    arrival, unless prompts have priorities or a target for their first token; see PromptOrder.
 
     A worker's role is what its scheduler is given: prompts, decode rows, or both. Whether a prompt is for a peer or for
     a row of this worker makes no difference here.
@@ -24,13 +24,13 @@ class Scheduler:
         rows.join() ──────────────────────► rows ───── next_batch() ──► decodes, until rows.leave()
     """
 
-    def __init__(self, max_batch_tokens: int, pace: TokenPace | None = None) -> None:
+    def __init__(self, max_batch_tokens: int, pace: TokenPace | None = None, priority_seconds: float = 30.0) -> None:
         """max_batch_tokens: of a batch. Decode rows come first, one token each; prompts share the rest. pace: bounds
-        chunks beside rows; None: nothing does."""
+        chunks beside rows; None: nothing does. priority_seconds: see PromptOrder."""
         self.rows = DecodeRows()
         self.pace = pace or TokenPace(None, max_batch_tokens)
         self._max_batch_tokens = max_batch_tokens
-        self._order = PromptOrder()
+        self._order = PromptOrder(priority_seconds)
         self._waiting: dict[Prompt, None] = {}  # these two keep the order in which prompts came
         self._running: dict[Prompt, None] = {}
         self._asked_in_vain: Prompt | None = None

@@ -36,7 +36,8 @@ class PromptCheck(NamedTuple):
         token_ids = prompt_from_bytes(message.token_ids)
         encoder = self._encoder(message.encoder_tokens)
         sliding = sliding_from_proto(message.sliding) if message.HasField("sliding") else None
-        prompt = PromptSpec(token_ids, message.salt, encoder, sliding, message.whole, message.num_output)
+        output, priority = message.num_output, message.priority
+        prompt = PromptSpec(token_ids, message.salt, encoder, sliding, message.whole, output, priority)
         largest = int(token_ids.max())
         if largest >= self.vocab_size:
             accepted = f"{self.vocab_size} entries, 0 … {self.vocab_size - 1}"

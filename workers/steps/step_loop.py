@@ -57,7 +57,7 @@ class StepLoop:
         self.engine = engine
         bound, most, share = settings.token_seconds, settings.max_batch_tokens, settings.token_share
         pace = TokenPace(bound, most, share, engine.capabilities.sizes)
-        self.scheduler = scheduler = Scheduler(most, pace)
+        self.scheduler = scheduler = Scheduler(most, pace, settings.priority_seconds)
         ids, retired = SequenceIds(), RetiredSequences(engine)
         self._retired = retired
         handoff = Handoff(engine, retired, counters, settings, clock)

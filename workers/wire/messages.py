@@ -39,6 +39,7 @@ def prompt_to_proto(prompt: PromptSpec) -> worker_pb2.PromptSpec:
         sliding=sliding_to_proto(prompt.sliding),
         whole=prompt.whole,
         num_output=prompt.num_output,
+        priority=prompt.priority,
     )
 
 

@@ -34,6 +34,7 @@ class PromptSpec:
     sliding: SlidingWindow | None = None  # how the sequence slides behind the prompt
     whole: bool = False  # no prefix is matched
     num_output: int = 0  # tokens at its end that an earlier placement of the request has put out
+    priority: int = 0  # of the request: a lower number is served first
 
     def __len__(self) -> int:
         return self.token_ids.size

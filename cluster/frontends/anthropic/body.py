@@ -8,6 +8,7 @@ from typing_extensions import TypeAliasType
 
 from tandem.cluster.frontends.anthropic.blocks import TEXT, Text, Turns, joined, messages_of
 from tandem.cluster.frontends.openai.body_object import BodyObject
+from tandem.cluster.frontends.openai.generation_body import SERVICE_TIER
 from tandem.cluster.frontends.openai.messages import MESSAGES
 from tandem.cluster.frontends.openai.sampling_fields import StopTexts
 from tandem.cluster.frontends.openai.tool_fields import MAX_TOOLS, NAME, NAME_WORDS
@@ -121,6 +122,8 @@ class MessagesBody(ChatLikeBody):
     top_p: float | None = Field(default=None, description="a number")
     top_k: int | None = Field(default=None, description="an integer")
     first_token_seconds: float | None = Field(default=None, description="a number")
+    priority: int | None = Field(default=None, description="an integer")
+    service_tier: str | None = Field(default=None, description=SERVICE_TIER)
     metadata: dict[str, Any] | None = Field(default=None, description="an object")
     output_config: OutputConfig | None = Field(default=None, description="an object with effort and format")
     output_format: OutputFormat | None = Field(default=None, description="an object with type and schema")
@@ -144,5 +147,7 @@ class MessagesBody(ChatLikeBody):
             "top_p": self.top_p,
             "top_k": self.top_k,
             "first_token_seconds": self.first_token_seconds,
+            "priority": self.priority,
+            "service_tier": self.service_tier,
             "stream": self.stream,
         }

@@ -19,6 +19,7 @@ from tandem.cluster.requests.cache_salt import MAX_CACHE_SALT
 from tandem.cluster.requests.validation import MAX_REQUEST_ID
 from tandem.proto import inference_pb2
 
+SERVICE_TIER = "text: 'flex', 'priority' or another one, which changes nothing"
 TOO_LONG = re.compile(
     r"takes at most (?P<most>\d+) and one output| of (?P<all>\d+) leaves at most|"
     r"which (?P<text>\d+) of the model's longest"
@@ -83,6 +84,7 @@ class GenerationBody(GuidedFields, AskingBody, SamplingFields):
     return_token_ids: bool = Field(default=False, description="true or false")
     add_special_tokens: bool | None = Field(default=None, description="true or false")
     truncate_prompt_tokens: int | None = Field(default=None, description="an integer of at least 1, or -1")
+    service_tier: str | None = Field(default=None, description=SERVICE_TIER)
     request_id: str | None = Field(
         default=None,
         max_length=MAX_REQUEST_ID,
@@ -124,6 +126,7 @@ class GenerationBody(GuidedFields, AskingBody, SamplingFields):
         sampling["sliding"] = None if self.sliding is None else self.sliding.model_dump()
         sampling |= {"add_special_tokens": self.add_special_tokens, "return_prompt_token_ids": self.tells_prompt}
         sampling["truncate_prompt_tokens"] = self.truncate_prompt_tokens
+        sampling["service_tier"] = None if given["priority"] is not None else self.service_tier
         given = {name: value for name, value in sampling.items() if value is not None} | self.halves
         if -(2**63) <= given.get("seed", 0) < 0:  # a signed one
             given["seed"] += 2**64

@@ -7,6 +7,7 @@ from pydantic import Discriminator, FailFast, Field, Tag, model_validator
 from typing_extensions import TypeAliasType
 
 from tandem.cluster.frontends.openai.body_object import BodyObject
+from tandem.cluster.frontends.openai.generation_body import SERVICE_TIER
 from tandem.cluster.frontends.openai.sampling_fields import MAX_LISTED, ONE_ANSWER, OneAnswerFields
 from tandem.cluster.frontends.openai.tool_fields import MAX_TOOLS, NAME, NAME_WORDS
 from tandem.cluster.frontends.openai.translated_body import TranslatedBody
@@ -21,6 +22,7 @@ SAME = (
     "chat_template_kwargs",
     "cache_salt",
     "request_id",
+    "service_tier",
     "stream",
 )
 """Fields, beside sampling parameters, that a chat has by the same names."""
@@ -128,6 +130,7 @@ class ResponsesBody(TranslatedBody, OneAnswerFields):
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="an object")
     cache_salt: str | None = Field(default=None, description="text")
     request_id: str | None = Field(default=None, description="text")
+    service_tier: str | None = Field(default=None, description=SERVICE_TIER)
     metadata: dict[str, str] | None = Field(
         default=None, max_length=MAX_METADATA, description=f"an object of at most {MAX_METADATA} texts"
     )

@@ -83,7 +83,6 @@ def test_chats() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "accepted"),
     [
-        ("priority", 1, "0"),
         ("use_beam_search", True, "false"),
         ("length_penalty", 0.5, "1.0"),
         ("suffix", "x", '""'),
@@ -286,9 +285,9 @@ def test_a_refusal_that_names_no_field_is_passed_on() -> None:
     assert (str(error), error.param) == ("messages has 9 characters; at most 5 are accepted", "messages")
 
 
-NEUTRAL = {"priority": 0, "seed": -1, "length_penalty": 1, "early_stopping": False, "use_beam_search": False}
+NEUTRAL = {"priority": None, "seed": -1, "length_penalty": 1, "early_stopping": False, "use_beam_search": False}
 NEUTRAL |= {"min_tokens": None, "spaces_between_special_tokens": True, "store": True, "verbosity": "low"}
-NEUTRAL |= {"reasoning_effort": "high", "service_tier": "flex", "metadata": {"a": "b"}, "parallel_tool_calls": True}
+NEUTRAL |= {"reasoning_effort": "high", "service_tier": None, "metadata": {"a": "b"}, "parallel_tool_calls": True}
 NEUTRAL |= {"cache_salt": "", "separate_reasoning": True, "logprobs": False, "stop_sequences": None, "colour": None}
 NEUTRAL |= {"response_format": {"type": "text"}, "stream": True, "stream_options": {"include_obfuscation": False}}
 

@@ -29,9 +29,12 @@ class Crowd:
         self._ends: dict[str, asyncio.Event] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
-    async def join(self, client: str, name: str, tokens: int = 1, admitted: bool = False, requests: int = 1) -> None:
+    async def join(
+        self, client: str, name: str, tokens: int = 1, admitted: bool = False, requests: int = 1, priority: int = 0
+    ) -> None:
         self._ends[name] = asyncio.Event()
-        self.tasks[name] = asyncio.create_task(self._wait(client, name, tokens, admitted, requests))
+        waiting = self._wait(client, name, tokens, admitted, requests, priority)
+        self.tasks[name] = asyncio.create_task(waiting)
         await settle()
 
     async def end(self, name: str) -> None:
@@ -55,8 +58,8 @@ class Crowd:
                 await asyncio.wait_for(task, 5)
         return self.served
 
-    async def _wait(self, client: str, name: str, tokens: int, admitted: bool, requests: int) -> None:
-        async with self.queue.turn(client, tokens, admitted=admitted, requests=requests):
+    async def _wait(self, client: str, name: str, tokens: int, admitted: bool, requests: int, priority: int) -> None:
+        async with self.queue.turn(client, tokens, admitted=admitted, requests=requests, priority=priority):
             self.served.append(name)
             await self._ends[name].wait()
 
@@ -316,7 +319,7 @@ class TestFullQueues:
                     await crowd.tasks[refused]
             served = await crowd.end_all()
             assert sorted(served) == list("ABCEGH")
-            assert (crowd.queue.requests, crowd.queue.tokens, crowd.queue._waiting) == (0, 0, [])
+            assert (crowd.queue.requests, crowd.queue.tokens, crowd.queue._waiting) == (0, 0, {})
 
         asyncio.run(run())
 
@@ -416,3 +419,20 @@ class TestFullQueues:
             await crowd.end_all()
 
         asyncio.run(run())
+
+
+def test_lower_priorities_go_first_and_who_waits_rises() -> None:
+    async def run(priority_seconds: float) -> list[str]:
+        crowd = Crowd(AdmissionQueue(100, 100, priority_seconds=priority_seconds))
+        for client, name, priority in (("a", "head", 0), ("a", "last", 9), ("a", "0 1", 0), ("b", "first", -1)):
+            await crowd.join(client, name, priority=priority)
+        await crowd.join("a", "0 2", priority=0)
+        await crowd.join("b", "0 b", priority=0)
+        for _ in range(6):
+            await crowd.end(crowd.served[-1])
+        assert (crowd.queue.requests, crowd.queue.tokens) == (0, 0)
+        return crowd.served
+
+    assert asyncio.run(run(1e6)) == ["head", "first", "0 b", "0 1", "0 2", "last"]
+    # Each has risen by far more than nine priorities since it came. That of 0 b counts for the others of its priority.
+    assert asyncio.run(run(1e-9)) == ["head", "last", "first", "0 b", "0 1", "0 2"]

@@ -39,10 +39,17 @@ class Local(Prompt):
 
 
 def prompt(
-    name: str, tokens: int, left: float | None, *, now: float = 0.0, encoder: int = 0, kind: type[Prompt] = Waiting
+    name: str,
+    tokens: int,
+    left: float | None,
+    *,
+    now: float = 0.0,
+    encoder: int = 0,
+    kind: type[Prompt] = Waiting,
+    priority: int = 0,
 ) -> Prompt:
     """left: seconds of its target, from now on; None: it has none."""
-    spec = PromptSpec(np.zeros(tokens, np.int64), encoder=EncoderPrompt(encoder, encoder))
+    spec = PromptSpec(np.zeros(tokens, np.int64), encoder=EncoderPrompt(encoder, encoder), priority=priority)
     params = SamplingParams(first_token_seconds=left)
     return kind(name, 0, spec, params, destination=None, arrived=now)  # type: ignore[arg-type]
 
@@ -368,3 +375,21 @@ def _end_all_prompts(actions: list[tuple[str, int, float | None]], room: int) ->
     order = steps.scheduler._order
     assert not any((order._entries, order._undated, order._dated, order._past, order._late, order._timely))
     assert order._again == -math.inf
+
+
+@pytest.mark.parametrize("kind", [Waiting, Local])
+def test_lower_priorities_go_first_and_what_waits_rises(kind: type[Prompt]) -> None:
+    """A priority is 30 s by default, and the steps take one second each."""
+    steps = Steps(room=1)
+    steps.add(
+        prompt("last", 10, None, kind=kind, priority=9),
+        prompt("none", 10, None, kind=kind),
+        prompt("timely", 10, 100.0, kind=kind),
+        prompt("first", 10, None, kind=kind, priority=-1),
+        prompt("first, timely", 10, 100.0, kind=kind, priority=-1),
+    )
+    assert steps.run() == ["first, timely", "first", "timely", "none", "last"]
+    steps = Steps(room=1)
+    steps.add(prompt("old", 10, None, now=-280.0, kind=kind, priority=9), prompt("new", 10, None, kind=kind))
+    steps.add(prompt("before", 10, None, kind=kind, priority=-1))
+    assert steps.run() == ["before", "old", "new"]

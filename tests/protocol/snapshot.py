@@ -18,7 +18,7 @@ from tandem.cache.pages.allocator import PageAllocator
 from tandem.cache.pages.step_growth import StepGrowth
 from tandem.cache.plan.layout import KVLayout
 from tandem.workers.counters import Counters
-from tandem.workers.engine.engine import Engine
+from tandem.workers.engine.launches import Launches
 from tandem.workers.requests.decode_request import LocalPrompt
 from tandem.workers.requests.prefill_request import PrefillRequest, PrefillResult, SpeculativePrompt
 from tandem.workers.requests.prompt import Prompt
@@ -73,13 +73,13 @@ def _reduce_timed(timed: Prompt | SpeculativePrompt) -> tuple[Any, ...]:
     return copyreg.__newobj__, (type(timed),), state  # type: ignore[attr-defined]
 
 
-def _spec(token_ids: np.ndarray, salt: bytes, length: int, border: int, whole: bool, num_output: int) -> PromptSpec:
-    return PromptSpec(token_ids, salt, EncoderPrompt(length, border), whole=whole, num_output=num_output)
+def _spec(token_ids: np.ndarray, salt: bytes, length: int, border: int, whole: bool, *rest: int) -> PromptSpec:
+    return PromptSpec(token_ids, salt, EncoderPrompt(length, border), None, whole, *rest)
 
 
 def _reduce_spec(spec: PromptSpec) -> tuple[Any, ...]:
     assert spec.sliding is None
-    return _spec, (spec.token_ids, spec.salt, *spec.encoder, spec.whole, spec.num_output)
+    return _spec, (spec.token_ids, spec.salt, *spec.encoder, spec.whole, spec.num_output, spec.priority)
 
 
 def _reduce_array(array: np.ndarray) -> tuple[Any, ...]:
@@ -114,9 +114,8 @@ def _reduce_growth(growth: StepGrowth) -> tuple[Any, ...]:
     return StepGrowth.load, growth._given
 
 
-def _reduce_engine(engine: Engine) -> tuple[Any, ...]:
-    state = {name: 0 if name == "_num_prompt_launches" else value for name, value in vars(engine).items()}
-    return copyreg.__newobj__, (Engine,), state  # type: ignore[attr-defined]
+def _reduce_launches(launches: Launches) -> tuple[Any, ...]:
+    return Launches, (launches._runner,)
 
 
 def _logits(on_device: Tensor) -> PromptLogits:
@@ -129,7 +128,7 @@ _REDUCERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {
     Future: _reduce_future,
     PromptSpec: _reduce_spec,
     PageAllocator: _reduce_allocator,
-    Engine: _reduce_engine,
+    Launches: _reduce_launches,
     PromptLogits: lambda logits: (_logits, (logits.on_device,)),
     PageLookUp: _reduce_look_up,
     StepGrowth: _reduce_growth,

@@ -4,8 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import cast
 
-from torch import Tensor
-
 from tandem.cache.digest import digest_kv
 from tandem.cache.operations.holdings import PageCounts, Room, SequenceState
 from tandem.cache.paged_cache import PagedKVCache
@@ -19,14 +17,14 @@ from tandem.workers.engine.actions import action, actions_of
 from tandem.workers.engine.admission import Admission
 from tandem.workers.engine.capabilities import Capabilities
 from tandem.workers.engine.captures import Captures
+from tandem.workers.engine.launches import Launches
 from tandem.workers.engine.peers import Peers
 from tandem.workers.engine.rank_progress import RankProgress
-from tandem.workers.engine.step import DraftsFailed, Launched, Step, StepDrafts
+from tandem.workers.engine.step import Launched, Step
 from tandem.workers.engine.store_calls import StoreCalls
 from tandem.workers.ranks.ranks import ALONE, Ranks, sum_words
 from tandem.workers.requests.post import Post
 from tandem.workers.runner.model_runner import ModelRunner
-from tandem.workers.runner.step_inputs import StepInputs
 from tandem.workers.runner.stream_mark import all_past
 from tandem.workers.sampling.pending_samples import LateSamples, PendingSamples
 from tandem.workers.sampling.prompt_logits import PromptLogits
@@ -53,7 +51,7 @@ class Engine(StoreCalls):
         self._runner = runner
         self._transport = transport
         self._recalls, self._recalled = RecallDesk(transport), RecallInbox(transport)
-        self._num_prompt_launches = 0
+        self._launches = Launches(runner)
         self._late: LateSamples | None = None  # of the last step, until its masks come
         self._sizes = runner.graph_sizes
         self.layout = cache.layout
@@ -145,9 +143,9 @@ class Engine(StoreCalls):
         """Launches one forward; eager kernels compute it at once. A step with guided rows does not sample before
         mask(), and no other step may follow before that. Raises DraftsFailed."""
         if step.rows is None:
-            return self._launch_prompts(step)
+            return self._launches.prompts(step)
         assert self._late is None, "mask() comes first"
-        launched = self._launch_rows(step.rows, step)
+        launched = self._launches.rows(step.rows, step)
         self._late = cast(LateSamples | None, launched.rows) if step.rows.sampling.is_guided else None
         return launched
 
@@ -344,45 +342,6 @@ class Engine(StoreCalls):
     def silent_seconds(self) -> float:
         """See Transport.silent_seconds."""
         return self._transport.silent_seconds
-
-    def _launch_prompts(self, step: Step) -> Launched:
-        assert step.chunks is not None, "a step has rows or chunks"
-        if not step.scored:
-            logits, left = self._runner.prompts(step.chunks, push=step.push)
-            return Launched(prompts=self._named(logits, None if left is None else left.compute))
-        logits, scored = self._runner.scored_prompts(step.chunks, step.scored, push=step.push)
-        return Launched(prompts=self._named(logits), scored=scored)
-
-    def _launch_rows(self, rows: DecodeStep, step: Step) -> Launched:
-        if step.chunks is not None:
-            pending, logits = self._runner.step_with_prompts(rows.sequence_ids, StepInputs(*rows[1:]), step.chunks)
-            return Launched(pending, None, self._named(logits))
-        if step.drafts is not None:
-            return self._launch_drafts(rows, step.drafts)
-        if step.foreseen:
-            return Launched(self._runner.step_foreseen(rows.sequence_ids, rows.tokens))
-        return Launched(self._runner.step(*rows, alone=step.alone))
-
-    def _launch_drafts(self, rows: DecodeStep, drafts: StepDrafts) -> Launched:
-        runner, drafting = self._runner, None
-        if drafts.sizes is not None:
-            assert runner.drafts is not None, "capabilities are asked first"
-            try:
-                drafting = runner.drafts.draft_behind(rows.sequence_ids, drafts.sizes, rows.sampling)
-            except Exception as error:
-                raise DraftsFailed("drafts could not be launched") from error
-            if drafting is None:
-                return Launched()
-        elif drafts.contexts:
-            assert runner.next_drafts is not None, "capabilities are asked first"
-            runner.next_drafts.remember(drafts.contexts)
-        ids, tokens, sampling, positions = rows.sequence_ids, drafts.tokens, rows.sampling, rows.positions
-        pending = runner.verify(ids, tokens, sampling, positions, follows=drafts.follows)
-        return Launched(pending, drafting)
-
-    def _named(self, logits: Tensor, left: Callable[[Tensor], None] | None = None) -> PromptLogits:
-        self._num_prompt_launches += 1
-        return PromptLogits(self._num_prompt_launches, logits, left)
 
 
 ACTIONS = actions_of(Engine)

@@ -99,7 +99,8 @@ class PromptOrder:
 
     def update(self, now: float, rate: Callable[[], float]) -> None:
         """Turns as they are now, in the time of deadlines. rate: called where a plan is due; prompt tokens a second."""
-        self._now = now
+        if self._ranked:
+            self._now = now
         if not self._has_targets:
             return
         total, behind = self._take_given()

@@ -30,8 +30,10 @@ class PageCounts(NamedTuple):
     them that hold a state of an earlier position, for sequences or the prefix index, snapshot_bytes in all.
     evicted_snapshots: those that the prefix index has let go of so far.
 
-    The rest is of the store behind the prefix index, see StoreCounts: host_bytes is its capacity. host_skipped_hits:
-    prompts for which it had pages that were computed, because that took less time than copying them.
+    What begins with host_ is of the store behind the prefix index, see StoreCounts: host_bytes is its capacity.
+    host_skipped_hits: prompts for which it had pages that were computed, because that took less time than copying them.
+    What begins with parked is of the store of parked sequences: their number, its capacity, and the bytes that they
+    take.
     """
 
     total: int
@@ -50,6 +52,9 @@ class PageCounts(NamedTuple):
     host_hits: int = 0
     host_bad_pages: int = 0
     host_skipped_hits: int = 0
+    parked: int = 0
+    parked_bytes: int = 0
+    parked_bytes_used: int = 0
 
 
 class Room(NamedTuple):

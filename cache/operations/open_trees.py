@@ -31,6 +31,10 @@ class OpenTrees:
     def any_open(self) -> bool:
         return bool(self._parents)
 
+    def is_open(self, sequence: int) -> bool:
+        """Whether a sequence has an open tree."""
+        return sequence in self._parents
+
     def check_closed(self, sequence: int) -> None:
         """InvalidArgument while a sequence has an open tree."""
         if sequence in self._parents:

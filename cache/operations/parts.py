@@ -26,6 +26,7 @@ from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.pool_sizes import NO_SNAPSHOTS, SnapshotRule
 from tandem.cache.plan.rope import RopeParameters
+from tandem.cache.store.parked_store import ParkedStore
 
 Ids = Sequence[int] | Int64Array
 
@@ -84,6 +85,7 @@ class Parts:
         self._trees = OpenTrees(self._table, self._pages, self._marks, self._groups)
         self._growth = Growth(self._table, self._pages, self._sliding, self._marks, self._receptions, self._trees)
         self._fences = CopyFences(layout, self._table, self._pools)
+        self._parked: ParkedStore | None = None
         self._launched: Standing | None = None
         """Of the sequences of the last forward; None where it took no note of its layers."""
 

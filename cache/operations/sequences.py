@@ -261,6 +261,12 @@ class SequenceCalls(Parts):
         counts = PageCounts(total, free, len(pools.prefixes), max(map(mul, pools.num_draining, together)))
         if pools.prefixes.store is not None:
             counts = _with_store(counts, pools.prefixes.store.counts)._replace(host_skipped_hits=pools.num_skipped)
+        if self._parked is not None:
+            counts = counts._replace(
+                parked=self._parked.counts.sequences,
+                parked_bytes=self._parked.counts.capacity,
+                parked_bytes_used=self._parked.counts.used,
+            )
         return self._with_states(counts) if self.layout.recurs else counts
 
     def _with_states(self, counts: PageCounts) -> PageCounts:

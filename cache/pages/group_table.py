@@ -52,6 +52,11 @@ class GroupTable:
         begins, lengths = [*skipped, int(self.pages[row, 0])], [*[end - begin - 1] * len(skipped), 1]
         return SlotRuns(np.array(begins, np.int32), np.array(lengths, np.int32))
 
+    def place(self, row: int, begin: int, pages: Int32Array) -> None:
+        """Gives an empty row pages (int32 [n]) from page index `begin` on."""
+        self.pages[row, begin : begin + pages.size] = pages
+        self.begins[row], self.ends[row] = begin, begin + pages.size
+
     def reset(self, row: int) -> None:
         self.begins[row] = self.ends[row] = self.budgets[row] = 0
 

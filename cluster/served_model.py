@@ -40,6 +40,7 @@ class ServedModel:
         num_layers = model.num_layers + (0 if drafter is None else drafter.num_layers)
         # The scales do not change the size.
         scales = KVScales.uniform(num_layers) if stores_fp8(cache.kv_cache_dtype, model) else None
+        first, last = config.gateway.priorities
         limits = ModelLimits.of_model(
             model,
             max_model_len,
@@ -47,7 +48,7 @@ class ServedModel:
             cache.page_size,
             config.gateway.max_sliding_tokens,
             config.scheduler.max_batch_tokens,
-            config.gateway.first_and_last_priority,
+            (first, last),
         )
         return cls(
             model.architecture,

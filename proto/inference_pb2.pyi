@@ -359,7 +359,7 @@ class GetClusterInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("role", "pe", "pid", "address", "alive", "num_pages", "free_pages", "cached_pages", "draining_pages", "running", "waiting", "resident_bytes", "counters", "token_seconds", "prompt_tokens_per_second", "ranks", "state_pages", "free_state_pages", "snapshots", "snapshot_bytes", "host_bytes", "host_bytes_used")
+    __slots__ = ("role", "pe", "pid", "address", "alive", "num_pages", "free_pages", "cached_pages", "draining_pages", "running", "waiting", "resident_bytes", "counters", "token_seconds", "prompt_tokens_per_second", "ranks", "state_pages", "free_state_pages", "snapshots", "snapshot_bytes", "host_bytes", "host_bytes_used", "parked", "parked_bytes", "parked_bytes_used")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -382,6 +382,9 @@ class WorkerInfo(_message.Message):
     SNAPSHOT_BYTES_FIELD_NUMBER: _ClassVar[int]
     HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
     HOST_BYTES_USED_FIELD_NUMBER: _ClassVar[int]
+    PARKED_FIELD_NUMBER: _ClassVar[int]
+    PARKED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PARKED_BYTES_USED_FIELD_NUMBER: _ClassVar[int]
     role: Role
     pe: int
     pid: int
@@ -404,7 +407,10 @@ class WorkerInfo(_message.Message):
     snapshot_bytes: int
     host_bytes: int
     host_bytes_used: int
-    def __init__(self, role: _Optional[_Union[Role, str]] = ..., pe: _Optional[int] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., alive: bool = ..., num_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., draining_pages: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., counters: _Optional[_Union[WorkerCounters, _Mapping]] = ..., token_seconds: _Optional[float] = ..., prompt_tokens_per_second: _Optional[float] = ..., ranks: _Optional[_Iterable[_Union[RankInfo, _Mapping]]] = ..., state_pages: _Optional[int] = ..., free_state_pages: _Optional[int] = ..., snapshots: _Optional[int] = ..., snapshot_bytes: _Optional[int] = ..., host_bytes: _Optional[int] = ..., host_bytes_used: _Optional[int] = ...) -> None: ...
+    parked: int
+    parked_bytes: int
+    parked_bytes_used: int
+    def __init__(self, role: _Optional[_Union[Role, str]] = ..., pe: _Optional[int] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., alive: bool = ..., num_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., draining_pages: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., counters: _Optional[_Union[WorkerCounters, _Mapping]] = ..., token_seconds: _Optional[float] = ..., prompt_tokens_per_second: _Optional[float] = ..., ranks: _Optional[_Iterable[_Union[RankInfo, _Mapping]]] = ..., state_pages: _Optional[int] = ..., free_state_pages: _Optional[int] = ..., snapshots: _Optional[int] = ..., snapshot_bytes: _Optional[int] = ..., host_bytes: _Optional[int] = ..., host_bytes_used: _Optional[int] = ..., parked: _Optional[int] = ..., parked_bytes: _Optional[int] = ..., parked_bytes_used: _Optional[int] = ...) -> None: ...
 
 class RankInfo(_message.Message):
     __slots__ = ("rank", "pid", "alive", "stalled", "resident_bytes")
@@ -421,7 +427,7 @@ class RankInfo(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., alive: bool = ..., stalled: bool = ..., resident_bytes: _Optional[int] = ...) -> None: ...
 
 class WorkerCounters(_message.Message):
-    __slots__ = ("stale_calls", "stale_signals", "expired_leases", "recalled", "corrupt", "reservations", "drains", "pushes", "bytes_pushed", "prompt_tokens", "decoded_tokens", "drafted_tokens", "accepted_tokens", "evicted_snapshots", "host_pages_down", "host_pages_up", "host_hits", "host_bad_pages", "host_skipped_hits")
+    __slots__ = ("stale_calls", "stale_signals", "expired_leases", "recalled", "corrupt", "reservations", "drains", "pushes", "bytes_pushed", "prompt_tokens", "decoded_tokens", "drafted_tokens", "accepted_tokens", "evicted_snapshots", "host_pages_down", "host_pages_up", "host_hits", "host_bad_pages", "host_skipped_hits", "parks", "resumes")
     STALE_CALLS_FIELD_NUMBER: _ClassVar[int]
     STALE_SIGNALS_FIELD_NUMBER: _ClassVar[int]
     EXPIRED_LEASES_FIELD_NUMBER: _ClassVar[int]
@@ -441,6 +447,8 @@ class WorkerCounters(_message.Message):
     HOST_HITS_FIELD_NUMBER: _ClassVar[int]
     HOST_BAD_PAGES_FIELD_NUMBER: _ClassVar[int]
     HOST_SKIPPED_HITS_FIELD_NUMBER: _ClassVar[int]
+    PARKS_FIELD_NUMBER: _ClassVar[int]
+    RESUMES_FIELD_NUMBER: _ClassVar[int]
     stale_calls: int
     stale_signals: int
     expired_leases: int
@@ -460,7 +468,9 @@ class WorkerCounters(_message.Message):
     host_hits: int
     host_bad_pages: int
     host_skipped_hits: int
-    def __init__(self, stale_calls: _Optional[int] = ..., stale_signals: _Optional[int] = ..., expired_leases: _Optional[int] = ..., recalled: _Optional[int] = ..., corrupt: _Optional[int] = ..., reservations: _Optional[int] = ..., drains: _Optional[int] = ..., pushes: _Optional[int] = ..., bytes_pushed: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., decoded_tokens: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., evicted_snapshots: _Optional[int] = ..., host_pages_down: _Optional[int] = ..., host_pages_up: _Optional[int] = ..., host_hits: _Optional[int] = ..., host_bad_pages: _Optional[int] = ..., host_skipped_hits: _Optional[int] = ...) -> None: ...
+    parks: int
+    resumes: int
+    def __init__(self, stale_calls: _Optional[int] = ..., stale_signals: _Optional[int] = ..., expired_leases: _Optional[int] = ..., recalled: _Optional[int] = ..., corrupt: _Optional[int] = ..., reservations: _Optional[int] = ..., drains: _Optional[int] = ..., pushes: _Optional[int] = ..., bytes_pushed: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., decoded_tokens: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., evicted_snapshots: _Optional[int] = ..., host_pages_down: _Optional[int] = ..., host_pages_up: _Optional[int] = ..., host_hits: _Optional[int] = ..., host_bad_pages: _Optional[int] = ..., host_skipped_hits: _Optional[int] = ..., parks: _Optional[int] = ..., resumes: _Optional[int] = ...) -> None: ...
 
 class IslandInfo(_message.Message):
     __slots__ = ("name", "epoch", "transport", "workers", "restarts", "host")

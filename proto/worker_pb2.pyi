@@ -82,7 +82,7 @@ class PromptSpec(_message.Message):
     def __init__(self, token_ids: _Optional[bytes] = ..., salt: _Optional[bytes] = ..., encoder_tokens: _Optional[int] = ..., sliding: _Optional[_Union[_inference_pb2.SlidingWindow, _Mapping]] = ..., whole: bool = ..., num_output: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class PrepareReceiveRequest(_message.Message):
-    __slots__ = ("request_id", "epoch", "max_tokens", "writer_pe", "prompt", "writer_epoch", "fork_of")
+    __slots__ = ("request_id", "epoch", "max_tokens", "writer_pe", "prompt", "writer_epoch", "fork_of", "parks")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -90,6 +90,7 @@ class PrepareReceiveRequest(_message.Message):
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     WRITER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     FORK_OF_FIELD_NUMBER: _ClassVar[int]
+    PARKS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     epoch: int
     max_tokens: int
@@ -97,7 +98,8 @@ class PrepareReceiveRequest(_message.Message):
     prompt: PromptSpec
     writer_epoch: int
     fork_of: str
-    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., max_tokens: _Optional[int] = ..., writer_pe: _Optional[int] = ..., prompt: _Optional[_Union[PromptSpec, _Mapping]] = ..., writer_epoch: _Optional[int] = ..., fork_of: _Optional[str] = ...) -> None: ...
+    parks: bool
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., max_tokens: _Optional[int] = ..., writer_pe: _Optional[int] = ..., prompt: _Optional[_Union[PromptSpec, _Mapping]] = ..., writer_epoch: _Optional[int] = ..., fork_of: _Optional[str] = ..., parks: bool = ...) -> None: ...
 
 class AnnounceRequest(_message.Message):
     __slots__ = ("request_id", "epoch", "prompt")

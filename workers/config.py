@@ -33,6 +33,16 @@ class SpeculationSettings:
 
 
 @dataclass(frozen=True)
+class ParkingSettings:
+    """most: sequences that are parked at a time; 0: none is. seconds: after so long, nothing else gets room before a
+    parked sequence. reserved_output: the part of its longest output that a request has room for from the beginning."""
+
+    most: int = 0
+    seconds: float = 60.0
+    reserved_output: float = 1.0
+
+
+@dataclass(frozen=True)
 class RecordSettings:
     """Where a worker's actions are recorded. max_bytes: of a file; a record that is full ends. prompts: whether it has
     token ids."""
@@ -51,8 +61,9 @@ class WorkerConfig:
     a link may be down for a while. kv_cache_dtype: auto or fp8_e4m3; k_scale, v_scale: of an FP8 cache, None
     takes the checkpoint's. verify_kv: whether digests of pushed KV are compared. These four are the same on every PE.
     host_bytes: of host memory for evicted prefixes, over all ranks of the worker; 0: none; None: see
-    with_host_bytes(). verify_host: whether what
-    comes back from there is compared with what was put.
+    with_host_bytes(). verify_host: whether what comes back from there is compared with what was put. parked_bytes: of
+    host memory for parked sequences, over all ranks of a worker that decodes; None: none is parked. parking: when they
+    are.
     token: what every call to the worker must carry. threads None takes an even part of its host's cores, which
     `workers_on_host` share, or leaves torch's own choice where that is None, too. decode_workers: of the island, where
     it is one: they share all threads of the island while no prompt is on its way to them.
@@ -86,6 +97,7 @@ class WorkerConfig:
     state_share: float = 0.25
     host_bytes: int | None = None
     verify_host: bool = False
+    parked_bytes: int | None = None
     max_batch_tokens: int = 1024
     max_sequences: int = 256
     transport: str = "shared_memory"
@@ -101,12 +113,18 @@ class WorkerConfig:
     token_seconds: float | None = None
     token_share: float = TOKEN_SHARE
     priority_seconds: float = 30.0
+    parking: ParkingSettings = ParkingSettings()
     speculation: SpeculationSettings = SpeculationSettings()
     logging: LogSettings = field(default_factory=LogSettings)
     record: RecordSettings | None = None
     rank: int = 0
     ranks: tuple[int, ...] = ()
     epochs: tuple[int, ...] = ()
+
+    @property
+    def parks(self) -> bool:
+        """Whether sequences are parked here: this worker decodes, and has host memory for them."""
+        return self.parked_bytes is not None and (self.adaptive or self.role == Role.DECODE)
 
     @property
     def island_ranks(self) -> IslandRanks:
@@ -127,7 +145,25 @@ class LoopSettings:
     token_seconds: float | None = None  # from one token of a row to its next, beside prompts; None: no bound
     token_share: float = TOKEN_SHARE  # of the times from one token to the next that are to keep it
     priority_seconds: float = 30.0  # after which what waits counts with the next lower priority
+    parking: ParkingSettings = ParkingSettings()
     speculation: SpeculationSettings = SpeculationSettings()
+
+    @classmethod
+    def of(cls, config: WorkerConfig, *, sharing: bool, eos_token_ids: tuple[int, ...]) -> "LoopSettings":
+        """Those of a worker."""
+        return cls(
+            max_batch_tokens=config.max_batch_tokens,
+            max_sequences=config.max_sequences,
+            sharing=sharing,
+            verify=config.verify_kv,
+            lease_seconds=config.lease_seconds,
+            eos_token_ids=eos_token_ids,
+            token_seconds=config.token_seconds,
+            token_share=config.token_share,
+            priority_seconds=config.priority_seconds,
+            parking=config.parking if config.parks else ParkingSettings(),
+            speculation=config.speculation,
+        )
 
 
 def max_message_bytes(max_model_len: int) -> int:

@@ -19,3 +19,5 @@ class Counters:
     bytes_pushed: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    parks: int = 0
+    resumes: int = 0

@@ -13,6 +13,8 @@ WorkerError
 └── GpuTooSmall, NoRanks    the worker cannot start
 """
 
+from concurrent.futures import Future
+
 
 class WorkerError(Exception):
     """Base of all errors of a worker's loops."""
@@ -23,7 +25,11 @@ class InvalidCall(WorkerError, ValueError):
 
 
 class NoRoom(WorkerError):
-    """Pages, signal slots or sequences are taken; the same call may succeed later."""
+    """Pages, signal slots or sequences are taken; the same call may succeed later.
+
+    coming: ends when running requests have given room up for this one; None where they do not."""
+
+    coming: "Future[None] | None" = None
 
 
 class Stale(WorkerError):

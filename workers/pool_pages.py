@@ -7,6 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
+from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.layout import KVLayout
 from tandem.cache.plan.pool_sizes import (
@@ -18,9 +19,10 @@ from tandem.cache.plan.pool_sizes import (
     pages_of_groups,
 )
 from tandem.cache.store.host_store import HostStore
+from tandem.cache.store.parked_store import ParkedStore
 from tandem.transfer.machine_memory import machine_memory
 from tandem.workers.config import WorkerConfig
-from tandem.workers.handoff.reservations import longest_append
+from tandem.workers.handoff.sequence_room import longest_append
 from tandem.workers.ranks.ranks import Ranks, sum_words
 
 HOST_FRACTION = 4  # of its memory
@@ -75,6 +77,24 @@ def with_host_bytes(config: WorkerConfig, layout: KVLayout, num_pages: int) -> W
     return replace(config, host_bytes=num_bytes if holds else 0)
 
 
+def keep_on_host(
+    cache: PagedKVCache,
+    config: WorkerConfig,
+    layout: KVLayout,
+    num_pages: int,
+    pools: Sequence[Tensor],
+    ranks: Ranks,
+    *,
+    sharing: bool,
+) -> None:
+    """Gives a cache the stores in host memory that config asks for; see host_store() and parked_store()."""
+    store = host_store(config, layout, num_pages, pools, ranks) if sharing else None
+    if store is not None:
+        cache.keep_evicted(store)
+    if config.parks:
+        cache.keep_parked(parked_store(config, layout, num_pages, pools))
+
+
 def host_store(
     config: WorkerConfig, layout: KVLayout, num_pages: int, pools: Sequence[Tensor], ranks: Ranks
 ) -> HostStore | None:
@@ -89,6 +109,20 @@ def host_store(
     agree = partial(sum_words, ranks, device=pools[0].device)
     layers = None if layout.recurs or layout.has_encoder else [group.layers for group in layout.groups]
     return HostStore(pools, slots, layers=layers, verify=config.verify_host, agree=agree, grows=True)
+
+
+def parked_store(config: WorkerConfig, layout: KVLayout, num_pages: int, pools: Sequence[Tensor]) -> ParkedStore:
+    """For parked sequences. Groups share config.parked_bytes as the pools do, of groups with states one page for each
+    sequence. layout: the largest of the island, by which all ranks keep as many pages. Raises InvalidArgument where the
+    bytes hold less than a page of each, or, where sequences take pages as they grow, less than the pools."""
+    counts = pool_pages(config, layout, num_pages)
+    counts = [config.max_sequences if of.whole else count for of, count in zip(layout.paging, counts, strict=True)]
+    total = sum(count * layout.page_bytes(group) for group, count in enumerate(counts))
+    ranks, given = config.island_ranks[config.pe], config.parked_bytes or 0
+    least = ranks * (total if config.parking.reserved_output < 1 else max(-(-total // count) for count in counts))
+    if given < least:
+        raise InvalidArgument(f"cache.parked_bytes is {given}; at least {least} are accepted")
+    return ParkedStore(pools, [given // ranks * count // total for count in counts])
 
 
 def _kept_on_host(config: WorkerConfig, layout: KVLayout, num_pages: int) -> list[int]:

@@ -33,7 +33,7 @@ from tandem.workers.event_loop import EventLoopThread
 from tandem.workers.following.worker_ranks import WorkerRanks
 from tandem.workers.models.drafters.load import Model, load_drafter
 from tandem.workers.models.weights import load_decoder
-from tandem.workers.pool_pages import host_store, pages_in, pool_pages, snapshot_rule, with_host_bytes
+from tandem.workers.pool_pages import keep_on_host, pages_in, pool_pages, snapshot_rule, with_host_bytes
 from tandem.workers.ports.authentication import TokenRequired
 from tandem.workers.ports.private_socket import PrivateSocket
 from tandem.workers.ports.tls import Identity, bracketed
@@ -353,9 +353,7 @@ class Worker:
             drafter=self._drafter_config,
             snapshots=snapshot_rule(*counted),
         )
-        store = host_store(*counted, self._transport.pools, self._ranks.ranks) if self._sharing else None
-        if store is not None:
-            cache.keep_evicted(store)
+        keep_on_host(cache, *counted, self._transport.pools, self._ranks.ranks, sharing=self._sharing)
         parts = cache, ModelRunner(self._model, cache), self._transport
         with_ranks = self._ranks.engine(*parts, recorder)
         if self._ranks.follower is not None:
@@ -369,18 +367,7 @@ class Worker:
     def _make_loop(self, engine: Engine) -> StepLoop:
         """On the event loop, which tokens go through."""
         config = self.config
-        settings = LoopSettings(
-            max_batch_tokens=config.max_batch_tokens,
-            max_sequences=config.max_sequences,
-            sharing=self._sharing,
-            verify=config.verify_kv,
-            lease_seconds=config.lease_seconds,
-            eos_token_ids=self._eos_token_ids,
-            token_seconds=config.token_seconds,
-            token_share=config.token_share,
-            priority_seconds=config.priority_seconds,
-            speculation=config.speculation,
-        )
+        settings = LoopSettings.of(config, sharing=self._sharing, eos_token_ids=self._eos_token_ids)
         fanout = TokenFanout(asyncio.get_running_loop(), config.max_stream_messages_per_second)
         drafter = make_drafter(config.speculation, engine) if self._has_lasting_keys else None
         return StepLoop(engine, settings, Ends(self._meter, fanout, self._threads, drafter))

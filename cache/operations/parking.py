@@ -36,6 +36,10 @@ class ParkingCalls(Parts):
             return False
         return self._parked.fits([pages.size for pages in self._pages_in_use(self._table.row(sequence))])
 
+    def num_held(self, sequence: int) -> tuple[int, ...]:
+        """How many pages of each layer group a sequence has, shared and reserved ones included."""
+        return tuple(ids.size for ids in self._table.held_pages(self._table.row(sequence)))
+
     def park(self, sequence: int) -> None:
         """Copies a sequence, which can_park(), into the store. It stays until it is removed; a sequence of the same id
         then comes back with resume()."""
@@ -48,6 +52,7 @@ class ParkingCalls(Parts):
         counts = np.array([ids.size for ids in pages], np.int64)
         if not self._parked.fits(counts.tolist()):
             raise InvalidArgument(f"sequence {sequence} has {counts.tolist()} pages; the store has no room for them")
+        self._fences.all_of(row)
         self._parked.put(sequence, pages)
         begins = np.array([int(group.begins[row]) for group in table.groups], np.int64)
         self._parked_rows[sequence] = ParkedRow(
@@ -74,6 +79,8 @@ class ParkingCalls(Parts):
             self._table.remove(sequence)
             raise
         self._table.unclean[row] = was.unclean
+        for group, ids in enumerate(pages):
+            self._pools.copies.wait_for(group, ids)
         self._parked.fetch(sequence, pages)
         self.drop_parked(sequence)
         return pages

@@ -171,6 +171,8 @@ def _table(island: inference_pb2.IslandInfo) -> Table:
         if worker.state_pages:
             states = (worker.state_pages, worker.free_state_pages, worker.snapshots)
             table.add_row("", "states", "", "", *map(str, states), "", "", "", _memory(worker.snapshot_bytes))
+        if worker.parked_bytes:
+            table.add_row("", "parked", *[""] * 7, str(worker.parked), _memory(worker.parked_bytes_used))
         for one in worker.ranks:
             state = "stalled" if one.stalled else "" if one.alive else "ended"
             if one.rank or state:

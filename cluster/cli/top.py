@@ -33,6 +33,7 @@ class WorkerView:
     alive: bool
     running: int
     waiting: int
+    parked: int
     pages: int
     used_pages: int
     cached_pages: int
@@ -175,7 +176,7 @@ def _scaling(view: ClusterView) -> str:
 
 def _table(workers: list[WorkerView]) -> Table:
     table = Table()
-    names = ("island", "epoch", "pe", "role", "host", "running", "waiting", "pages", "cached", "draining")
+    names = ("island", "epoch", "pe", "role", "host", "running", "waiting", "parked", "pages", "cached", "draining")
     on_host = any(one.host_bytes for one in workers)
     for name in (*names, *["host MiB"] * on_host, "prompt tok/s", "decode tok/s", "push MiB/s", "step ms"):
         table.add_column(name, justify="left" if name in ("island", "role", "host") else "right")
@@ -188,8 +189,9 @@ def _table(workers: list[WorkerView]) -> Table:
             continue
         pages = (f"{one.used_pages}/{one.pages}", one.cached_pages, one.draining_pages)
         pages += (f"{one.host_bytes_used / MIB:.0f}/{one.host_bytes / MIB:.0f}",) * on_host
+        load = (one.running, one.waiting, one.parked)
         rates = (f"{one.prompt_tokens:.0f}", f"{one.decoded_tokens:.0f}", f"{one.pushed_bytes / MIB:.1f}")
-        table.add_row(*map(str, (*where, one.running, one.waiting, *pages, *rates, f"{1000 * one.token_seconds:.1f}")))
+        table.add_row(*map(str, (*where, *load, *pages, *rates, f"{1000 * one.token_seconds:.1f}")))
     return table
 
 
@@ -206,6 +208,7 @@ def _worker(island: inference_pb2.IslandInfo, worker: inference_pb2.WorkerInfo, 
         alive=worker.alive,
         running=worker.running,
         waiting=worker.waiting,
+        parked=worker.parked,
         pages=worker.num_pages,
         used_pages=worker.num_pages - worker.free_pages - worker.draining_pages,
         cached_pages=worker.cached_pages,

@@ -17,6 +17,7 @@ from tandem.cluster.config.model import find_model, model_name, model_root, usab
 from tandem.cluster.config.nodes import GatewayNodes
 from tandem.cluster.config.units import (
     AnyBytes,
+    Bytes,
     Calls,
     Cpus,
     Factor,
@@ -122,6 +123,10 @@ class CacheSection(Section):
     verify_host: bool = False
     """whether pages that come back from there are compared with what was copied; one that differs is computed again"""
 
+    parked_bytes: Bytes | None = Field(default=None, le=1 << 44)
+    """host memory of each worker that decodes, for running sequences that give their pages up to requests of a lower
+    priority; null: no sequence does"""
+
     @field_validator("state_interval")
     @classmethod
     def _whole_pages(cls, interval: int | None, info: ValidationInfo) -> int | None:
@@ -168,6 +173,13 @@ class SchedulerSection(Section):
     longer"""
     priority_seconds: Seconds = Field(default=30.0, gt=0, le=86400)
     """a waiting request rises by one priority each time it has waited for so long, so that none waits for ever"""
+    max_parked: Sequences = Field(default=256, le=1 << 16)
+    """most sequences that a worker has parked at a time; see cache.parked_bytes"""
+    parked_seconds: Seconds = Field(default=60.0, ge=0, le=86400)
+    """after so long a parked sequence goes before all requests that wait for room on its worker"""
+    reserved_output: Fraction = 1.0
+    """the part of max_tokens for which a decode worker reserves pages when a request begins. With less than 1 requests
+    take pages as they grow, and where these run out, the last ones are parked"""
     stream_messages_per_second: Messages | None = Field(default=None, le=1 << 20)
     """most messages to the clients of one decode worker; with more tokens than that, a message carries several; null is
     400 on a CPU, which also computes, and on a GPU as many as the gateway can write"""
@@ -234,12 +246,6 @@ class GatewaySection(GatewayNodes):
         if policy not in POLICIES:
             raise ValueError(f"must be {' or '.join(POLICIES)}")
         return policy
-
-    @property
-    def first_and_last_priority(self) -> tuple[int, int]:
-        """As the validator of requests takes them."""
-        first, last = self.priorities
-        return first, last
 
     @field_validator("priorities")
     @classmethod

@@ -141,7 +141,11 @@ class Gateway:
             priority_seconds=settings.config.scheduler.priority_seconds,
         )
         self._router = Router(
-            self._islands, self._queue, id_prefix=settings.attempt_prefix, queue_seconds=section.queue_seconds
+            self._islands,
+            self._queue,
+            id_prefix=settings.attempt_prefix,
+            queue_seconds=section.queue_seconds,
+            parks=settings.config.cache.parked_bytes is not None,
         )
         self._claims = Claims(self._table, self._links)
         self._readiness = Readiness(self._islands, adaptive=bound is not None)

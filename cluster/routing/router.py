@@ -71,14 +71,18 @@ class Router:
     request without a placement waits its turn, until its deadline.
     """
 
-    def __init__(self, islands: Islands, queue: AdmissionQueue, *, id_prefix: str, queue_seconds: float) -> None:
-        """id_prefix: begins the request ids of this gateway, so that workers can tell gateways apart."""
+    def __init__(
+        self, islands: Islands, queue: AdmissionQueue, *, id_prefix: str, queue_seconds: float, parks: bool = False
+    ) -> None:
+        """id_prefix: begins the request ids of this gateway, so that workers can tell gateways apart. parks: whether
+        workers may park running requests."""
         self._islands = islands
         self._queue = queue
         self._id_prefix = id_prefix
         self._asked = itertools.count(1)
         self._queue_seconds = queue_seconds
         self._given_back = queue.room
+        self._parks = parks
         self._cleanup: set[asyncio.Task[object]] = set()
 
     @property
@@ -174,15 +178,19 @@ class Router:
             await self._queue.first()
             self._given_back.clear()
             placement = await self._try(wanted, first=near)
+            if placement is None and self._parks:
+                placement = await self._try(wanted, first=near, parks=True)
             if placement is not None:
                 return placement
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._given_back.wait(), RETRY_SECONDS)
 
-    async def _try(self, wanted: _Wanted, *, announce: bool = False, first: LinkPair | None = None) -> Placement | None:
+    async def _try(
+        self, wanted: _Wanted, *, announce: bool = False, first: LinkPair | None = None, parks: bool = False
+    ) -> Placement | None:
         """The first pair whose decode worker has room, `first` before those of the policy; None without one.
 
-        announce: an idle prefill worker hears of the prompt before there is room for it.
+        announce: an idle prefill worker hears of the prompt before there is room for it. parks: workers may make room.
         """
         total, prompt, message = wanted.total_tokens, wanted.prompt, prompt_to_proto(wanted.prompt)
         for pair in self._pairs(wanted, first):
@@ -198,6 +206,7 @@ class Router:
                 writer_epoch=prefill.epoch,
                 prompt=message,
                 fork_of=wanted.fork_of,
+                parks=parks,
             )
             expected = pair.first_token_seconds
             announce = announce and prefill is not decode and not prefill.has_prompts and not prompt.whole

@@ -14,7 +14,7 @@ from tandem.cluster.gateway.settings import GatewaySettings
 from tandem.cluster.served_model import ServedModel
 from tandem.transfer.factory import TRANSPORTS
 from tandem.transfer.machine_memory import machine_memory
-from tandem.workers.config import Role, WorkerConfig
+from tandem.workers.config import ParkingSettings, Role, WorkerConfig
 from tandem.workers.pool_pages import host_bytes_needed, pages_in, pool_pages
 from tandem.workers.runner.reserved_bytes import GPU_MEMORY_UTILIZATION
 
@@ -89,6 +89,9 @@ def worker_configs(
             token_seconds=token_seconds(config),
             token_share=config.scheduler.token_share,
             priority_seconds=config.scheduler.priority_seconds,
+            parking=ParkingSettings(
+                config.scheduler.max_parked, config.scheduler.parked_seconds, config.scheduler.reserved_output
+            ),
             speculation=config.speculation.settings,
             adaptive=is_adaptive(config),
             logging=config.logging.settings,
@@ -204,11 +207,15 @@ def check_snapshots(worker: WorkerConfig, layout: KVLayout) -> None:
 
 
 def check_host_bytes(config: ClusterConfig) -> None:
-    """ConfigError if cache.host_bytes of all workers together exceed this machine's memory. They are all on it."""
-    num_bytes, workers = config.cache.host_bytes, config.num_islands * len(config.island.ranks)
-    most = (machine_memory() - 1) // workers
-    if num_bytes is not None and num_bytes > most:
-        raise ConfigError(
-            f"cache.host_bytes is {num_bytes} in each of {workers} workers, all on this machine, which has "
-            f"{machine_memory() / GIB:.1f} GiB: at most {most} are accepted"
-        )
+    """ConfigError if cache.host_bytes, or cache.parked_bytes, of all workers together exceed this machine's memory.
+    They are all on it."""
+    cache, workers = config.cache, config.num_islands * len(config.island.ranks)
+    decode = workers if is_adaptive(config) else config.num_islands * config.island.num_decode
+    for key, count in (("host_bytes", workers), ("parked_bytes", decode)):
+        num_bytes = getattr(cache, key)
+        most = (machine_memory() - 1) // max(count, 1)
+        if num_bytes is not None and num_bytes > most:
+            raise ConfigError(
+                f"cache.{key} is {num_bytes} in each of {count} workers, all on this machine, which has "
+                f"{machine_memory() / GIB:.1f} GiB: at most {most} are accepted"
+            )

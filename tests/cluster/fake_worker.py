@@ -44,6 +44,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     packed: list[worker_pb2.PackedLogprobs] = field(default_factory=list)  # what PromptLogprobs brings
     asked: list[bool] = field(default_factory=list)  # of each RemoteSend: whether it wants them
     priorities: list[int] = field(default_factory=list)  # of each PrepareReceive
+    parks: list[bool] = field(default_factory=list)  # of each PrepareReceive: whether running requests may be parked
     targets: list[float | None] = field(default_factory=list)  # of each RemoteSend: what is left for its first token
 
     async def start(self) -> None:
@@ -65,6 +66,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
 
     async def PrepareReceive(self, request: worker_pb2.PrepareReceiveRequest, context: Any) -> worker_pb2.Reservation:
         self.priorities.append(request.prompt.priority)
+        self.parks.append(request.parks)
         await self._maybe_fail("PrepareReceive", context)
         if self.room is not None:
             await self.room.wait()

@@ -4,8 +4,9 @@ from tests.mutants.of_access import ACCESS
 from tests.mutants.of_cache import CACHE
 from tests.mutants.of_cluster import CLUSTER
 from tests.mutants.of_handoff import HANDOFF
+from tests.mutants.of_parking import PARKING
 from tests.mutants.of_supervision import SUPERVISION
 from tests.mutants.of_transfer import TRANSFER
 from tests.mutants.of_workers import WORKERS
 
-MUTANTS = (*CACHE, *TRANSFER, *HANDOFF, *WORKERS, *CLUSTER, *SUPERVISION, *ACCESS)
+MUTANTS = (*CACHE, *TRANSFER, *HANDOFF, *WORKERS, *PARKING, *CLUSTER, *SUPERVISION, *ACCESS)

@@ -161,8 +161,8 @@ HANDOFF = (
     Mutant(
         name="draining-sequences-not-counted",
         file="workers/handoff/reservations.py",
-        find="if len(self._requests) + len(self._draining) >= self._max_sequences:",
-        replace="if len(self._requests) >= self._max_sequences:",
+        find="return len(self._draining) + sum(",
+        replace="return sum(",
         reason="What drains counts as a sequence, or a burst of cancels has a worker hold more than it is made for.",
         tests=(f"{LATE}::test_what_drains_counts_among_the_most_sequences",),
     ),

@@ -1,6 +1,7 @@
 """A prefill and a decode loop in the test's own thread, over the fake transport and a clock that the test moves."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,9 +13,10 @@ from tandem.cache.plan.arrays import Int32Array
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.pool_sizes import NO_SNAPSHOTS, SnapshotRule
 from tandem.cache.plan.stored_layers import Stages
+from tandem.cache.store.parked_store import ParkedStore
 from tandem.transfer.recall import mailbox_rows
 from tandem.transfer.transport import Transport
-from tandem.workers.config import LoopSettings, SpeculationSettings
+from tandem.workers.config import LoopSettings, ParkingSettings, SpeculationSettings
 from tandem.workers.counters import Counters
 from tandem.workers.decode.kernel_threads import KernelThreads
 from tandem.workers.engine.engine import Engine
@@ -41,6 +43,7 @@ from tests.support.tvm_cache import TvmCache
 PAGE, CHUNK, LEASE = 8, 16, 10.0
 PREFILL, DECODE = 0, 1
 NO_SPECULATION = SpeculationSettings()
+NO_PARKING = ParkingSettings()
 NEVER_BUSY = 200  # steps after which a request must have ended
 
 
@@ -112,6 +115,8 @@ class LoopPair:
         drafter: Callable[[Engine], Drafter | None] | None = None,
         kernels: KernelFactory = choose_kernels,
         snapshots: SnapshotRule = NO_SNAPSHOTS,
+        parking: ParkingSettings = NO_PARKING,
+        parked_slots: int = 64,
     ) -> None:
         """max_sequences: of the caches. drafter: None makes the one that `speculation` names."""
         config = load_config(folder)
@@ -140,11 +145,13 @@ class LoopPair:
                 )
             )
             poison_free_pages(cache, transport.pools)
+            if parking.most:
+                cache.keep_parked(ParkedStore(pools, [parked_slots] * len(pools)))
             return cache
 
         self.caches = [cache_over(*ends) for ends in zip(self.transports, self._writes, max_sequences, strict=True)]
         settings = LoopSettings(
-            LEASE, sharing, verify, max_batch_tokens=CHUNK, max_sequences=16, speculation=speculation
+            LEASE, sharing, verify, max_batch_tokens=CHUNK, max_sequences=16, speculation=speculation, parking=parking
         )
         self.fanout = Collected()
         make = drafter or partial(make_drafter, speculation)
@@ -181,8 +188,8 @@ class LoopPair:
     def params(num_tokens: int) -> SamplingParams:
         return SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True, seed=1)
 
-    def prepare(self, request_id: str, prompt: Sequence[int], num_tokens: int = 4) -> Reservation:
-        return self.decode.prepare(request_id, spec_of(prompt), num_tokens, PREFILL)
+    def prepare(self, request_id: str, prompt: Sequence[int], num_tokens: int = 4, *, priority: int = 0) -> Reservation:
+        return self.decode.prepare(request_id, replace(spec_of(prompt), priority=priority), num_tokens, PREFILL)
 
     def send(self, request_id: str, prompt: Sequence[int], reservation: Reservation, num_tokens: int = 4) -> None:
         """RemoteSend, with a call that waits for it."""

@@ -4,24 +4,24 @@ import logging
 from collections.abc import Callable
 
 from tandem.cache.plan.arrays import Int64Array
-from tandem.cache.plan.errors import OutOfPages
 from tandem.workers.config import LoopSettings
+from tandem.workers.counters import Counters
 from tandem.workers.decode.guide_masks import GuideMasks
 from tandem.workers.decode.kernel_threads import KernelThreads
 from tandem.workers.decode.local_prompts import LocalPrompts, PromptQueue
+from tandem.workers.decode.parking import Parking
 from tandem.workers.decode.prepared_row import PreparedRow
 from tandem.workers.decode.published_prefixes import PublishedPrefixes
 from tandem.workers.decode.steps_in_flight import LaunchedStep, StepsInFlight
 from tandem.workers.engine.engine import Engine
-from tandem.workers.errors import CorruptKV, ForwardFailed, LogitsNotFinite, NoRoom, WorkerError, forward_failed
-from tandem.workers.handoff.reservations import Reservations, landed
+from tandem.workers.errors import CorruptKV, LogitsNotFinite, NoRoom, WorkerError, forward_failed
+from tandem.workers.handoff.reservations import Ask, Reservations, landed
 from tandem.workers.handoff.retired import RetiredSequences
 from tandem.workers.logs import of_requests
 from tandem.workers.requests.decode_request import DecodeRequest
-from tandem.workers.requests.first_token import FirstToken
 from tandem.workers.requests.guide_errors import guide_error
 from tandem.workers.requests.token_run import TokenRun
-from tandem.workers.requests.token_stream import Prefilled, TokenFanout, TokenStream, TokenUpdate
+from tandem.workers.requests.token_stream import TokenFanout, TokenStream, TokenUpdate
 from tandem.workers.sampling.finish import FinishReason, FinishRule
 from tandem.workers.sampling.guided import Constraint
 from tandem.workers.sampling.pending_samples import PendingSamples
@@ -50,7 +50,7 @@ class Decodes:
     """Owned by the step thread; every method runs there.
 
     A request is in _reservations from PrepareReceive to its last token, and in _rows while it is stepped. In between
-    it is in _awaiting while a peer writes its KV, or in _local while this worker computes it.
+    it is in _awaiting while a peer writes its KV, in _local while this worker computes it, or in _parking.
 
     With overlap scheduling (see Capabilities) a step is launched before the tokens of the step before it are read. A
     request that stops still has one extra row in the step in flight. That row is ignored. Before a verify step whose
@@ -69,6 +69,7 @@ class Decodes:
         settings: LoopSettings,
         clock: Clock,
         speculation: Speculation,
+        counters: Counters,
     ) -> None:
         """queue: computes this worker's own prompts."""
         self._engine = engine
@@ -80,26 +81,35 @@ class Decodes:
         self._eos_token_ids = settings.eos_token_ids
         self.published = PublishedPrefixes(engine, reservations, sharing=settings.sharing)
         self._awaiting: list[DecodeRequest] = []
-        self._local = LocalPrompts(queue, self)
+        self._local = LocalPrompts(queue, self, reservations, fanout)
         self._joining: list[DecodeRequest] = []  # their first token came since the last batch
         self._clock = clock
         self._delivered: float | None = None  # when the tokens of the last step came; None behind a pause
         self._beside = NOTHING  # chunks that were launched since the last step
-        self._speculation = speculation
-        self._steps = StepsInFlight(engine, retired)
+        self._speculation, self._steps = speculation, StepsInFlight(engine, retired)
         self._masks, self._prepared = GuideMasks(engine), PreparedRow(engine)
+        self._parking = Parking(engine, self._rows, reservations, self._steps, counters, settings, clock, self)
         self._unpublished: list[DecodeRequest] = []
         self.decoded_tokens = 0  # so far
 
     # Commands
 
     def prepare(
-        self, request_id: str, prompt: PromptSpec, max_tokens: int, writer_pe: int, writer_epoch: int = 0
+        self,
+        request_id: str,
+        prompt: PromptSpec,
+        max_tokens: int,
+        writer_pe: int,
+        writer_epoch: int = 0,
+        *,
+        parks: bool = True,
     ) -> Reservation:
-        """See Reservations.prepare. NoRoom also while a prompt of a peer waits for room, which is older."""
-        if self._scheduler.lacks_room and self._reservations.get(request_id) is None:
+        """See Reservations.prepare. NoRoom also while others go before: older prompts of peers, and see Parking."""
+        known = self._reservations.get(request_id) is not None
+        if self._scheduler.lacks_room and not known:
             raise NoRoom(f"no room for request {request_id!r}: prompts of peers wait for it")
-        return self._reservations.prepare(request_id, prompt, max_tokens, writer_pe, writer_epoch)
+        with self._parking.asking(Ask(prompt, max_tokens, writer_pe), known=known, parks=parks):
+            return self._reservations.prepare(request_id, prompt, max_tokens, writer_pe, writer_epoch)
 
     def start(
         self,
@@ -119,8 +129,7 @@ class Decodes:
             self._local.start(request, params)
             return
         self._awaiting.append(request)
-        alone = len(self._reservations) == 1  # so there is time
-        if alone:
+        if len(self._reservations) == 1:  # so there is time
             self._prepared.prepare(request)
 
     def abort(self, request_id: str, writer_quiet: bool) -> bool:
@@ -142,27 +151,17 @@ class Decodes:
 
     # Prompts that this worker computes itself; see LocalPrompts
 
-    def begun(self, request: DecodeRequest, first: FirstToken, prefilled: Prefilled) -> None:
-        """Its first token goes out; it has a row in the next batch."""
-        assert request.rule is not None
-        assert request.token_stream is not None
-        request.begin(first.token_id)
-        reason = request.rule.reason(first.token_id, 1)
-        run = TokenRun((first.token_id,), (first.logprobs,), reason)
-        if reason == FinishReason.RUNNING:
-            try:
-                self._reservations.narrow(request)
-            except OutOfPages as error:
-                self.failed(request, ForwardFailed(f"no room to decode {request.request_id!r}: {error}"))
-                return
-            self._joining.append(request)
-        else:
-            self._end(request, writer_quiet=True)
-        self._fanout.publish([TokenUpdate(request.token_stream, run, prefilled)])
+    def begun(self, request: DecodeRequest) -> None:
+        """It has its first token, and a row in the next batch."""
+        self._joining.append(request)
+
+    def whole(self, request: DecodeRequest) -> None:
+        """It ended with its first token."""
+        self._end(request, writer_quiet=True)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._reservations) - self.num_running - len(self._local)
+        return len(self._reservations) - self.num_running - len(self._local) - len(self._parking)
 
     @property
     def num_running(self) -> int:
@@ -197,13 +196,14 @@ class Decodes:
     def upkeep(self) -> float | None:
         """What comes before a batch: leases, recalls, and requests whose KV has come. When it has to come again."""
         reap_again = self._reservations.reap()
+        self._joining += self._parking.upkeep()
         if self._awaiting:
             self._take_received()
         if self._joining:
             joining, self._joining = self._joining, []
             self._join(joining)
         self._threads.use(alone=self.num_waiting == 0)
-        return reap_again
+        return min(filter(None, (reap_again, self._parking.again)), default=None)
 
     def compute(
         self, step: DecodeStep | None, upkeep_again: float | None, forward: StepForward | None = None
@@ -388,9 +388,10 @@ class Decodes:
         self._end(request, writer_quiet=True)
 
     def _end(self, request: DecodeRequest, writer_quiet: bool) -> None:
-        self.published.so_far(request)
-        if not self._local.withdraw(request):
-            self._steps.release(request)
+        if not self._parking.withdraw(request):
+            self.published.so_far(request)
+            if not self._local.withdraw(request):
+                self._steps.release(request)
         self._speculation.forget(request)
         request.ended = True
         self._reservations.end(request, writer_quiet)

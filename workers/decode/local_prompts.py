@@ -3,10 +3,14 @@
 import time
 from typing import Protocol
 
-from tandem.workers.errors import WorkerError
+from tandem.cache.plan.errors import OutOfPages
+from tandem.workers.errors import ForwardFailed, WorkerError
+from tandem.workers.handoff.reservations import Reservations
 from tandem.workers.requests.decode_request import DecodeRequest, LocalPrompt
 from tandem.workers.requests.first_token import FirstToken
-from tandem.workers.requests.token_stream import Prefilled
+from tandem.workers.requests.token_run import TokenRun
+from tandem.workers.requests.token_stream import Prefilled, TokenFanout, TokenUpdate
+from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.sampling_params import SamplingParams
 
 
@@ -21,7 +25,9 @@ class PromptQueue(Protocol):
 class Begun(Protocol):
     """Hears how prompts end."""
 
-    def begun(self, request: DecodeRequest, first: FirstToken, prefilled: Prefilled) -> None: ...
+    def begun(self, request: DecodeRequest) -> None: ...
+
+    def whole(self, request: DecodeRequest) -> None: ...
 
     def failed(self, request: DecodeRequest, error: WorkerError) -> None: ...
 
@@ -29,9 +35,11 @@ class Begun(Protocol):
 class LocalPrompts:
     """A Destination: their requests, from StartGenerate to the first token. Owned by the step thread."""
 
-    def __init__(self, queue: PromptQueue, decodes: Begun) -> None:
+    def __init__(self, queue: PromptQueue, decodes: Begun, reservations: Reservations, fanout: TokenFanout) -> None:
         self._queue = queue
         self._decodes = decodes
+        self._reservations = reservations
+        self._fanout = fanout
         self._prompts: dict[str, LocalPrompt] = {}
 
     def __len__(self) -> int:
@@ -73,7 +81,26 @@ class LocalPrompts:
         began_ns = time.time_ns() - int(seconds * 1e9)
         queued = prompt.started - prompt.arrived
         prefilled = Prefilled(prompt.cached_tokens, queued, seconds, began_ns, prompt.host_cached_tokens)
-        self._decodes.begun(prompt.request, first, prefilled)
+        self._begin(prompt.request, first, prefilled)
+
+    def _begin(self, request: DecodeRequest, first: FirstToken, prefilled: Prefilled) -> None:
+        """Its first token goes out."""
+        assert request.rule is not None
+        assert request.token_stream is not None
+        request.begin(first.token_id)
+        reason = request.rule.reason(first.token_id, 1)
+        run = TokenRun((first.token_id,), (first.logprobs,), reason)
+        if reason == FinishReason.RUNNING:
+            try:
+                self._reservations.narrow(request)
+            except OutOfPages as error:
+                reason = f"no room to decode {request.request_id!r}: {error}"
+                self._decodes.failed(request, ForwardFailed(reason))
+                return
+            self._decodes.begun(request)
+        else:
+            self._decodes.whole(request)
+        self._fanout.publish([TokenUpdate(request.token_stream, run, prefilled)])
 
     def fail(self, prompt: LocalPrompt, error: WorkerError) -> None:
         """See Destination. Its request ends, which withdraws the prompt."""

@@ -20,7 +20,7 @@ class PublishedPrefixes:
     def prompts(self, requests: Sequence[DecodeRequest]) -> None:
         """Their KV is here. Requests that have ended are passed over."""
         for request in requests if self._sharing else ():
-            if not request.ended and request.prompt.sliding is None:
+            if not request.ended and not request.parked and request.prompt.sliding is None:
                 self._engine.publish(request.sequence_id, request.prompt.token_ids, request.prompt.salt)
 
     def of(self, request_id: str) -> None:
@@ -31,6 +31,12 @@ class PublishedPrefixes:
 
     def so_far(self, request: DecodeRequest) -> None:
         """Prompt and output of one; its last token's KV is not computed yet."""
-        if self._sharing and request.received and len(request.output) > 1 and request.prompt.sliding is None:
+        if (
+            self._sharing
+            and request.received
+            and not request.parked
+            and len(request.output) > 1
+            and request.prompt.sliding is None
+        ):
             tokens = np.concatenate((request.prompt.token_ids, request.output[:-1]))
             self._engine.publish(request.sequence_id, tokens, request.prompt.salt)

@@ -136,6 +136,23 @@ class Engine(StoreCalls):
         Returns the pages that it held, of each group; a record compares them."""
         return self._cache.remove_sequence(sequence)
 
+    # Actions: parking
+
+    @action
+    def park(self, sequence: int) -> None:
+        """See PagedKVCache.park. The sequence gives its pages up with free(), once the device is past the copies."""
+        self._cache.park(sequence)
+
+    @action
+    def resume(self, sequence: int, num_tokens: int, longest_append: int) -> tuple[Int32Array, ...]:
+        """See PagedKVCache.resume. Raises OutOfPages or OutOfSequences, and then the sequence stays parked."""
+        return self._cache.resume(sequence, num_tokens, longest_append)
+
+    @action
+    def forget(self, sequence: int) -> None:
+        """A parked sequence does not come back. Idempotent."""
+        self._cache.drop_parked(sequence)
+
     # Actions: forwards
 
     @action
@@ -271,6 +288,14 @@ class Engine(StoreCalls):
     def sequence(self, sequence: int) -> SequenceState:
         """What the sequence holds now."""
         return self._cache.sequence(sequence)
+
+    def can_park(self, sequence: int) -> bool:
+        """See PagedKVCache.can_park."""
+        return self._cache.can_park(sequence)
+
+    def held(self, sequence: int) -> tuple[int, ...]:
+        """How many pages of each layer group the sequence has; others may share some of them."""
+        return self._cache.num_held(sequence)
 
     def digest(self, sequence: int, begin: int, end: int, sliding: tuple[int, int] | None = None) -> int:
         """See digest_kv. Waits for the device. All ranks of a worker call it, and get the same."""

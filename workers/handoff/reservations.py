@@ -11,6 +11,7 @@ No peer writes for a local reservation, whose prompt this worker computes itself
 """
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,20 +21,27 @@ from tandem.transfer.completion import SignalBoard, unpack_payload
 from tandem.transfer.errors import NoFreeSignal
 from tandem.transfer.recall import Recall
 from tandem.transfer.wire_map import encode_map
-from tandem.workers.config import LoopSettings, SpeculationSettings
+from tandem.workers.config import LoopSettings
 from tandem.workers.counters import Counters
 from tandem.workers.engine.admission import Admission, MostBytes, any_number
 from tandem.workers.engine.engine import Engine
 from tandem.workers.errors import CorruptKV, InvalidCall, NoRoom, StaleEpoch, StaleReservation
+from tandem.workers.handoff.sequence_room import SequenceRoom
 from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.requests.sequence_ids import SequenceIds
-from tandem.workers.sampling.sampling_params import SlidingWindow
 from tandem.workers.wire.lease import Clock, Lease
 from tandem.workers.wire.prompt_spec import PromptSpec
 from tandem.workers.wire.reservation import Reservation
 
 DRAIN_POLL_SECONDS = 0.005
-LONGEST_APPEND = 2  # tokens of one sequence in forwards not known to be done: the next step, and the one in flight
+
+
+class Ask(NamedTuple):
+    """A prompt that wants room for itself and for its output, and which PE will write it."""
+
+    prompt: PromptSpec
+    max_tokens: int
+    writer_pe: int
 
 
 class Reservations:
@@ -60,8 +68,7 @@ class Reservations:
         self._counters = counters
         self._ids = ids
         self._max_sequences = settings.max_sequences
-        self._max_batch_tokens = settings.max_batch_tokens
-        self._longest_append = longest_append(settings.speculation)
+        self.room = SequenceRoom(engine, settings)
         self._sharing = settings.sharing
         self._verify = settings.verify
         self._lease_seconds = settings.lease_seconds
@@ -81,8 +88,8 @@ class Reservations:
         return self._requests.get(request_id)
 
     def decoded(self) -> list[DecodeRequest]:
-        """Those that have their first token, and have not ended."""
-        return [request for request in self._requests.values() if request.output]
+        """Those that have their first token, and have neither ended nor been parked."""
+        return [request for request in self._requests.values() if request.output and not request.parked]
 
     def refuse(self, prefix: str) -> None:
         """From now on, every request whose id begins with `prefix`."""
@@ -117,22 +124,20 @@ class Reservations:
             self._counters.stale_calls += 1
             raise StaleEpoch(writer_epoch or peers.epoch, peers.epochs[writer_pe], writer_pe)
         local = writer_pe == self._engine.peers.pe
-        capacity = len(prompt) + max_tokens - 1  # the last token is never fed back
-        longest = max(self._longest_append, min(len(prompt), self._max_batch_tokens if local else 0))
-        if prompt.sliding is not None:
-            capacity = min(capacity, self._slid_length(prompt.sliding, len(prompt) if local else 0))
-        room = self._engine.room(capacity, longest, prompt.encoder.length)
+        room = self._engine.room(*self.room.reach(prompt, max_tokens, local=local), prompt.encoder.length)
         if (shortage := room.shortage) is not None:
             raise InvalidCall(
                 f"prompt and max_tokens need {shortage[0]} pages; this worker has {shortage[1]} "
                 f"of {self._engine.layout.page_size} tokens"
             )
-        if len(self._requests) + len(self._draining) >= self._max_sequences:
+        if self._num_taken >= self._max_sequences:
             raise NoRoom(f"all {self._max_sequences} sequences of this worker are taken")
-        request = self._reserve(request_id, prompt, max_tokens, (capacity, longest), writer_pe)
+        reach = self.room.first_reach(prompt, max_tokens, local=local)
+        request = self._reserve(request_id, prompt, max_tokens, reach, writer_pe)
         self._counters.reservations += 1
         self._requests[request_id] = request
-        self._offers[request_id] = self._offer(request, max(room.needed), writer_pe)
+        pages = max(self._engine.room(*reach, prompt.encoder.length).needed)
+        self._offers[request_id] = self._offer(request, pages, writer_pe)
         self._leases[request_id] = Lease(self._lease_seconds, self._clock)
         return self._offers[request_id]
 
@@ -164,11 +169,8 @@ class Reservations:
         That takes no page which prepare() has not set aside, also where others share some by now. OutOfPages, which
         changes nothing, would say that the request may not be able to grow.
         """
-        capacity = len(request.prompt) + request.max_tokens - 1
-        sliding = request.prompt.sliding
-        if sliding is not None:
-            capacity = min(capacity, self._slid_length(sliding, 0))
-        self._engine.narrow(request.sequence_id, capacity, self._longest_append, sliding)
+        reach = self.room.reach(request.prompt, request.max_tokens)
+        self._engine.narrow(request.sequence_id, *reach, request.prompt.sliding)
 
     def mailbox(self) -> Int64Array:
         """See Transport.mailbox; counts signals that came too late."""
@@ -293,19 +295,35 @@ class Reservations:
             host_cached_tokens=engine.sequence(sequence_id).num_fetched,
             max_tokens=max_tokens,
             received=signal is None,
+            reserved=reach[0],
         )
+
+    def shortage(self, ask: Ask) -> tuple[list[int], int]:
+        """What prepare() lacks for `ask`: pages of each layer group, and sequences; 0 or less of what is there."""
+        local = ask.writer_pe == self._engine.peers.pe
+        reach = self.room.first_reach(ask.prompt, ask.max_tokens, local=local)
+        room = self._engine.room(*reach, ask.prompt.encoder.length)
+        needed = list(room.needed)
+        if ask.writer_pe > self._engine.peers.pe:
+            beside = zip(*(one.needed for one in self.room.for_longest()), strict=True)
+            needed = [own + max(longest) for own, longest in zip(needed, beside, strict=True)]
+        lacking = [need - free for need, free in zip(needed, room.free, strict=True)]
+        return lacking, self._num_taken + 1 - self._max_sequences
+
+    def has_room(self, request: DecodeRequest) -> bool:
+        """Whether a parked request can go on now."""
+        reach = self.room.first_reach(request.prompt, request.max_tokens, len(request.output))
+        fits = self._engine.room(*reach, request.prompt.encoder.length).fits
+        return fits and self._num_taken < self._max_sequences
+
+    @property
+    def _num_taken(self) -> int:
+        """Sequences, of those that this worker may have."""
+        return len(self._draining) + sum(not request.parked for request in self._requests.values())
 
     def _has_room_for_longest(self) -> bool:
         """Whether a prompt of the greatest length has room; with an encoder, whichever half has most of it."""
-        engine = self._engine
-        longest, most = engine.max_sequence_length, self._max_batch_tokens
-        halves = (0, longest) if engine.layout.has_encoder else (0,)
-        return all(engine.room(longest, most, encoder_len).fits for encoder_len in halves)
-
-    def _slid_length(self, sliding: SlidingWindow, prompt: int) -> int:
-        """The most indices that a sequence takes up which slides once it has a prompt of so many tokens: see
-        SlidingTable.longest."""
-        return max(prompt, sliding.window + 2 * self._engine.layout.page_size - 1)
+        return all(room.fits for room in self.room.for_longest())
 
     def _offer(self, request: DecodeRequest, pages: int, writer_pe: int) -> Reservation:
         """What the writer is told; a local reservation has no map, and no mailbox row."""
@@ -334,11 +352,6 @@ class Reservations:
             request.received = True
             self._engine.received(request.sequence_id)
             self._signals.release(request.signal)
-
-
-def longest_append(speculation: SpeculationSettings) -> int:
-    """Tokens of one decoded sequence in forwards not known to be done."""
-    return LONGEST_APPEND + speculation.tokens
 
 
 def received_tokens(mailbox: Int64Array, requests: list[DecodeRequest]) -> Int64Array:

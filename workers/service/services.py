@@ -17,7 +17,7 @@ from tandem.cache.operations.holdings import PageCounts
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from tandem.workers.config import Role, WorkerConfig
 from tandem.workers.engine.rank_progress import stalled_ranks
-from tandem.workers.errors import InvalidCall, StaleEpoch
+from tandem.workers.errors import InvalidCall, NoRoom, StaleEpoch
 from tandem.workers.event_loop import unwatched
 from tandem.workers.requests.feed import Feeds
 from tandem.workers.requests.first_token import FirstTokens
@@ -43,6 +43,7 @@ from tandem.workers.wire.reservation import Reservation
 
 T = TypeVar("T")
 Context = grpc.aio.ServicerContext
+ROOM_SECONDS = 2.0  # for running requests to give room up
 STALLED_SECONDS = 1.5  # until a worker of several ranks says whom it waits for; its router waits little longer
 
 
@@ -225,17 +226,28 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         call_of.set(request)
         decodes = self._loop.decodes
 
-        def prepare() -> tuple[Reservation, Future[None] | None]:
+        def prepare(*, again: bool = False) -> tuple[Reservation | None, Future[None] | None]:
             prompt = self._prompt(request, request.max_tokens)
             if request.writer_pe != self._config.pe:
                 self._loop.check_peer(request.writer_pe)
             writer = request.writer_pe, request.writer_epoch
             if request.fork_of:
                 decodes.published.of(request.fork_of)
-            reservation = decodes.prepare(request.request_id, prompt, request.max_tokens, *writer)
+            parks = request.parks and not again
+            try:
+                reservation = decodes.prepare(request.request_id, prompt, request.max_tokens, *writer, parks=parks)
+            except NoRoom as error:
+                if error.coming is None:
+                    raise
+                return None, error.coming
             return reservation, self._loop.windows_past()
 
         reservation, past = await self._on_step_thread(context, request.epoch, prepare)
+        if reservation is None and past is not None:
+            await asyncio.wait([asyncio.wrap_future(past)], timeout=ROOM_SECONDS)
+            again = partial(prepare, again=True)
+            reservation, past = await self._on_step_thread(context, request.epoch, again)
+        assert reservation is not None, "the second answer is a reservation, or an error"
         if past is not None:
             await outcome(context, past)
         return reservation_to_proto(reservation, self._config.token)

@@ -78,6 +78,7 @@ class StepLoop:
             settings,
             clock,
             speculation,
+            counters,
         )
 
     def capture(self, wanted: Captures) -> None:

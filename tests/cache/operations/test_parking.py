@@ -103,7 +103,7 @@ class ParkingProgram(Program):
         super().end()
 
 
-@pytest.mark.gate("two groups", "latents in 8 bits", "compressed, windows", "chunks of 8")
+@pytest.mark.gate("two groups", "compressed, windows")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_random_programs_with_parked_sequences(name: str) -> None:
     setting, counts = SETTINGS[name], Counter[str]()
@@ -141,6 +141,7 @@ class ParkingStates(StateProgram):
         self.park(at)
 
 
+@pytest.mark.gate("0")
 @pytest.mark.parametrize("seed", range(3))
 def test_states_come_back(seed: int) -> None:
     program = ParkingStates(Random(seed), island_of(20, 10))

@@ -121,3 +121,17 @@ def test_a_full_queue_gives_up_the_newest_of_the_last_priority(model: Path) -> N
 
         asyncio.run(run())
         assert gateway.worker.priorities == [0, 1, 7]
+
+
+@pytest.mark.parametrize("parked_bytes", [None, 1 << 20])
+def test_requests_are_parked_where_no_worker_has_room_and_where_any_may_be(
+    model: Path, parked_bytes: int | None
+) -> None:
+    """All workers are asked for room that is there before one is asked to make some."""
+    full = {"PrepareReceive": ["RESOURCE_EXHAUSTED"] * 3}
+    with open_gateway(model, {"cache.parked_bytes": parked_bytes}, fails=full) as gateway:
+        assert tokens_of(complete(gateway.grpc, PROMPT, max_tokens=len(TOKENS))) == TOKENS
+        if parked_bytes is None:
+            assert not any(gateway.worker.parks)
+        else:
+            assert gateway.worker.parks == [False, False, True, False]

@@ -5,6 +5,7 @@ The runner here draws scripted tokens from the positions, and says when each ste
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -245,10 +246,11 @@ class Bench:
         self.decodes = self.loop.decodes
 
     def start(
-        self, name: str, max_tokens: int, stop_ids: tuple[int, ...] = (), **parameters: Any
+        self, name: str, max_tokens: int, stop_ids: tuple[int, ...] = (), priority: int = 0, **parameters: Any
     ) -> tuple[Reservation, TokenStream]:
         """A request whose KV and first token have landed."""
-        reservation = self.decodes.prepare(name, spec_of([1] * PROMPT), max_tokens, writer_pe=0)
+        prompt = replace(spec_of([1] * PROMPT), priority=priority)
+        reservation = self.decodes.prepare(name, prompt, max_tokens, writer_pe=0)
         sequence, stream = reservation.reservation_id, TokenStream()
         signal = pack_signal(reservation.generation, PROMPT)
         self._sender.post(1, reservation.signal_slot, signal, pack_payload(token_at(sequence, PROMPT), 0))

@@ -15,7 +15,8 @@ from tandem.workers.config import LoopSettings
 from tandem.workers.counters import Counters
 from tandem.workers.engine.engine import Engine
 from tandem.workers.errors import InvalidCall, NoRoom
-from tandem.workers.handoff.reservations import Reservations, longest_append
+from tandem.workers.handoff.reservations import Reservations
+from tandem.workers.handoff.sequence_room import longest_append
 from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.requests.sequence_ids import SequenceIds
 from tandem.workers.runner.batch_buckets import GraphSizes

@@ -1,0 +1,177 @@
+"""Requests that give their room up to others and go on, in a cluster: tokens against transformers'."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from tandem.cluster.cli.replayed_workers import replay_files
+from tandem.cluster.client import Client
+from tandem.cluster.metrics.cluster_series import worker_families
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
+from tandem.proto import inference_pb2
+from tests.e2e.test_ranks import is_idle
+from tests.e2e.test_state_snapshots import workers_of
+from tests.support.checkpoints import save_checkpoint
+from tests.support.client_requests import GREEDY, complete, tokens_of
+from tests.support.encoder_models import greedy_behind, save_t5gemma
+from tests.support.island import Island, running_island
+from tests.support.moves import move_back_and_forth
+from tests.support.oracle import greedy, greedy_all, load_oracle, random_prompt
+from tests.support.waiting import until
+
+FEW: dict[str, Any] = {"cache.num_pages": 20, "cache.parked_bytes": 8 << 20, "gateway.priorities": [-5, 10]}
+"""Pages of 8 positions, for two long requests at a time."""
+LONG, OUTPUT = random_prompt(20, 1), 100
+SHORT = [random_prompt(40 + number, number) for number in range(2, 6)]
+NUM_SHORT = 24
+
+
+def decode_worker(island: Island) -> inference_pb2.WorkerInfo:
+    return next(one for one in workers_of(island) if one.role == inference_pb2.ROLE_DECODE)
+
+
+def test_streams_pause_and_go_on(tmp_path: Path) -> None:
+    folder = save_checkpoint("llama", tmp_path)
+    oracle = load_oracle(folder)
+    expected = greedy(oracle, LONG, OUTPUT)
+    with running_island(folder, FEW) as island, island.client() as client:
+        streams = [client.generate(LONG, max_tokens=OUTPUT, priority=10, **GREEDY) for _ in range(2)]
+        begun = [[*next(stream).token_ids] for stream in streams]
+        for prompt in SHORT:
+            updates = complete(island.address, prompt, max_tokens=NUM_SHORT, **GREEDY)
+            assert tokens_of(updates) == greedy(oracle, prompt, NUM_SHORT)
+        assert decode_worker(island).counters.parks
+        for first, stream in zip(begun, streams, strict=True):
+            assert first + tokens_of(list(stream)) == expected
+        until(lambda: is_idle(island))
+        worker = decode_worker(island)
+        assert worker.counters.resumes == worker.counters.parks
+        assert (worker.parked, worker.parked_bytes_used) == (0, 0)
+        assert 0 < worker.parked_bytes <= 8 << 20
+        samples = {one.name: one.samples for one in worker_families(client.cluster_info().islands)}
+        assert max(one.value for one in samples["tandem:worker_parks"]) == worker.counters.parks
+        assert max(one.value for one in samples["tandem:worker_parked_bytes"]) == worker.parked_bytes
+
+
+def test_a_parked_request_is_cancelled(tmp_path: Path) -> None:
+    folder = save_checkpoint("llama", tmp_path)
+    with running_island(folder, FEW) as island, island.client() as client:
+        low = client.generate(LONG, max_tokens=OUTPUT, priority=10, **GREEDY)
+        next(low)
+        high = client.generate(LONG, max_tokens=OUTPUT, priority=1, **GREEDY)
+        other = client.generate(random_prompt(30, 9), max_tokens=OUTPUT, **GREEDY)
+        for stream in (other, high):
+            next(stream)
+        until(lambda: decode_worker(island).parked == 1)
+        low.close()
+        until(lambda: decode_worker(island).parked == 0)
+        high.close()
+        other.close()
+        until(lambda: is_idle(island))
+        assert decode_worker(island).parked_bytes_used == 0
+
+
+def mixed(island: Island, asked: Sequence[tuple[list[int], int, int]], options: dict[str, Any]) -> list[list[int]]:
+    """The tokens of prompts with their lengths and priorities, which are sent by many clients at once."""
+
+    def one(of: tuple[list[int], int, int]) -> list[int]:
+        prompt, most, priority = of
+        with Client(island.address) as client:
+            updates = client.generate(prompt, max_tokens=most, priority=priority, timeout=120, **GREEDY, **options)
+            return tokens_of(list(updates))
+
+    with ThreadPoolExecutor(8) as pool:
+        return list(pool.map(one, asked))
+
+
+CASES = ["llama", "gemma3", "deepseek_v4", "gpt_oss", "qwen3_next", "llama4", "nemotron_h"]
+SHAPES: dict[str, dict[str, Any]] = {
+    "split": {},
+    "adaptive": {"scheduler.roles": "adaptive"},
+    "colocated": {"scheduler.roles": "colocated", "island.num_prefill": 0},
+    "2 ranks": {"island.decode_ranks": 2},
+    "ngram": {"speculation.method": "ngram"},
+    "host tier": {"cache.host_bytes": 4 << 20},
+    "overcommit": {"scheduler.reserved_output": 0.1, "cache.parked_bytes": 64 << 20},
+}
+GATE = ("llama-2 ranks", "llama-overcommit")
+
+
+@pytest.mark.gate(*GATE)
+@pytest.mark.parametrize(
+    ("case", "shape"),
+    [(case, shape) for case in CASES for shape in SHAPES if (case, shape) != ("nemotron_h", "ngram")],
+    ids=[f"{case}-{shape}" for case in CASES for shape in SHAPES if (case, shape) != ("nemotron_h", "ngram")],
+)
+def test_storms(case: str, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four priorities, on pages for a few; then its records are replayed."""
+    if shape == "adaptive":
+        move_back_and_forth(2, monkeypatch)
+    folder = save_checkpoint(case, tmp_path / "model")
+    random, most = Random(3), 24
+    prompts = [random_prompt(random.randint(4, 60), number) for number in range(24)]
+    expected = greedy_all(load_oracle(folder), prompts, most)
+    asked = [(prompt, random.randint(2, most), random.choice([-5, 0, 4, 10])) for prompt in prompts]
+    settings = {**FEW, "cache.num_pages": 24, "cache.state_interval": 16, "scheduler.max_sequences": 4}
+    settings |= {"record.folder": str(tmp_path / "records"), "record.prompts": True, **SHAPES[shape]}
+    with running_island(folder, settings) as island:
+        for tokens, (_, length, _), due in zip(mixed(island, asked, {}), asked, expected, strict=True):
+            assert tokens == due[:length]
+        until(lambda: is_idle(island))
+        workers = workers_of(island)
+    assert sum(one.counters.parks for one in workers)
+    assert not sum(one.parked for one in workers)
+    summary = replay_files(sorted((tmp_path / "records").glob("*.tandemrec")))
+    assert summary.difference is None
+    assert summary.by_name["park"] == sum(one.counters.parks for one in workers)
+
+
+@pytest.mark.long
+def test_prompts_with_an_encoder_are_parked(tmp_path: Path) -> None:
+    oracle = save_t5gemma(tmp_path)
+    pairs = [(random_prompt(40, number), random_prompt(20, 10 + number)) for number in range(6)]
+    with running_island(tmp_path, FEW) as island, ThreadPoolExecutor(6) as pool:
+
+        def one(number: int) -> list[int]:
+            encoder, decoder = pairs[number]
+            options = {"decoder_prompt": decoder, "priority": 10 - 2 * number}
+            return tokens_of(complete(island.address, encoder, max_tokens=30, **options, **GREEDY))
+
+        for number, tokens in enumerate(pool.map(one, range(6))):
+            assert tokens == greedy_behind(oracle, pairs[number][0], 30, pairs[number][1])
+        assert decode_worker(island).counters.parks
+        until(lambda: is_idle(island))
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "guide": {"guided": {"regex": "(ab|c){40,}"}},
+    "penalties": {"repetition_penalty": 1.2, "frequency_penalty": 0.5, "min_tokens": 60, "stop_token_ids": [7]},
+    "answers": {"n": 2, "seed": 5, "temperature": 0.9, "ignore_eos": True},
+    "log-probabilities": {"logprobs": 3, "seed": 5, "ignore_eos": True},
+}
+
+
+def test_a_parked_request_has_the_answer_of_one_that_was_not(tmp_path: Path) -> None:
+    """With all that its row has beside its pages."""
+    make_checkpoint(tmp_path / "model", arch="qwen3", size="tiny", seed=1)
+    with running_island(tmp_path / "model", {**FEW, "cache.num_pages": 24}) as island:
+        for options in OPTIONS.values():
+            asked: dict[str, Any] = {"max_tokens": 140, "temperature": 0, **options, "priority": 10}
+            undisturbed = complete(island.address, LONG, **asked)
+            until(lambda: is_idle(island))
+            before = decode_worker(island).counters.parks
+            with ThreadPoolExecutor(1) as pool:
+                disturbed = pool.submit(complete, island.address, LONG, **asked)
+                until(lambda: decode_worker(island).running > 0)
+                complete(island.address, random_prompt(100, 3), max_tokens=60, **GREEDY)
+                found = disturbed.result(60)
+            assert decode_worker(island).counters.parks > before
+            for index in range(asked.get("n", 1)):
+                one, other = ([part for part in of if part.index == index] for of in (found, undisturbed))
+                assert tokens_of(one) == tokens_of(other)
+                chosen = [[entry.logprob for part in of for entry in part.logprobs] for of in (one, other)]
+                assert chosen[0] == pytest.approx(chosen[1], abs=1e-5)

@@ -1,0 +1,92 @@
+"""Protections of requests that are parked, and of those that are not."""
+
+from tests.mutants.mutant import Mutant
+
+PARKING_FILE = "workers/decode/parking.py"
+LOOPS = "tests/workers/decode/test_parking.py"
+ROWS = "tests/workers/decode/test_parked_rows.py"
+
+PARKING = (
+    Mutant(
+        name="parked-before-its-steps-are-read",
+        file=PARKING_FILE,
+        find="        self._leaving = [request for request in leaving if self._is_stepped(request)]\n",
+        replace="        self._leaving = []\n",
+        reason="A request is parked once no step has it, or it goes on without the token that a step has sampled.",
+        tests=(f"{ROWS}::test_a_row_whose_step_is_in_flight_is_parked_once_that_is_read",),
+    ),
+    Mutant(
+        name="parked-in-vain",
+        file=PARKING_FILE,
+        find="        return chosen if rows <= 0 and max(short) <= 0 else []\n",
+        replace="        return chosen\n",
+        reason="Nobody leaves where that makes too little room, or requests come and go for one that waits anyway.",
+        tests=(f"{LOOPS}::test_it_does_not_give_way_to_its_own_priority_or_in_vain",),
+    ),
+    Mutant(
+        name="parked-by-its-own-priority",
+        file=PARKING_FILE,
+        find="one.level > ask.prompt.priority",
+        replace="one.level >= ask.prompt.priority",
+        reason="Only a lower number parks a request, or two of one priority park each other for ever.",
+        tests=(f"{LOOPS}::test_it_does_not_give_way_to_its_own_priority_or_in_vain",),
+    ),
+    Mutant(
+        name="parked-for-ever",
+        file=PARKING_FILE,
+        find="FIRST if waited > self._seconds else ",
+        replace="",
+        reason="What was parked for long goes before all others, or a stream pauses as long as others come.",
+        tests=(f"{LOOPS}::test_nothing_goes_before_one_that_was_parked_for_too_long",),
+    ),
+    Mutant(
+        name="parked-again-by-whom-it-waited-for",
+        file=PARKING_FILE,
+        find="request.parked, request.level, request.reserved = False, own, reach[0]",
+        replace="request.parked, request.reserved = False, reach[0]",
+        reason="A request keeps what it has risen to, or the next one of a lower number parks it at once.",
+        tests=(f"{LOOPS}::test_a_request_that_has_risen_is_not_parked_again_by_whom_it_waited_for",),
+    ),
+    Mutant(
+        name="parked-memory-kept",
+        file=PARKING_FILE,
+        find="        self._engine.forget(request.sequence_id)\n",
+        replace="",
+        reason="A parked request that is cancelled gives its host memory back, or cancels fill it.",
+        tests=(f"{LOOPS}::test_a_request_is_cancelled_while_it_is_parked",),
+    ),
+    Mutant(
+        name="dropped-where-nothing-is-left",
+        file=PARKING_FILE,
+        find="                self._decodes.abort(request.request_id, writer_quiet=True)\n",
+        replace="                self._rows.join([request])\n",
+        reason="Where host memory is full a row is dropped, or its next step finds no page and fails all rows.",
+        tests=(f"{LOOPS}::test_what_host_memory_has_no_room_for_is_dropped",),
+    ),
+    Mutant(
+        name="pages-for-one-step-alone",
+        file="workers/handoff/sequence_room.py",
+        find="        self.margin = 2 * (settings.speculation.tokens + 1) + LONGEST_APPEND\n",
+        replace="        self.margin = 0\n",
+        reason="Rows have pages for all that may be written before the next check, or a step fails for lack of one.",
+        tests=(f"{LOOPS}::test_requests_take_pages_as_they_grow", f"{ROWS}::test_storms"),
+    ),
+    Mutant(
+        name="anybody-passes-others",
+        file="cluster/requests/validation.py",
+        find="        if not first <= message.sampling.priority <= last:\n",
+        replace="        if False:\n",
+        reason="The operator says who may go before others, or every client gives itself the first priority.",
+        tests=(
+            "tests/cluster/requests/test_priorities.py::test_nobody_goes_before_others_unless_the_configuration_says_so",
+        ),
+    ),
+    Mutant(
+        name="last-priority-starves",
+        file="workers/scheduling/ageing.py",
+        find="    return priority - int(waited // seconds)\n",
+        replace="    return priority\n",
+        reason="What waits rises with time, or requests of the last priority wait for ever.",
+        tests=("tests/workers/scheduling/test_prompt_order.py::test_lower_priorities_go_first_and_what_waits_rises",),
+    ),
+)

@@ -1,0 +1,124 @@
+"""Requests that reserved pages for a part of their output, and take more as they grow."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from tandem.cache.plan.arrays import Int64Array
+from tandem.cache.plan.errors import OutOfPages
+from tandem.workers.engine.engine import Engine
+from tandem.workers.handoff.reservations import Reservations
+from tandem.workers.requests.decode_request import DecodeRequest
+from tandem.workers.scheduling.decode_rows import DecodeRows
+
+GROWTH_PAGES = 4  # that a request takes at once
+
+Leave = Callable[[list[DecodeRequest]], None]
+
+
+class Overcommit:
+    """Owned by the step thread. Before each launch every row has the pages for it, and for all steps in flight.
+
+    A row that finds none pauses. Rows that come after it leave for it: those of the last level, and of one level the
+    latest. If these are too few, the row leaves itself. So the first row of all never waits for others that run, and
+    a request as long as the pool can always end.
+    """
+
+    def __init__(self, engine: Engine, rows: DecodeRows, reservations: Reservations, leave: Leave) -> None:
+        """leave: parks rows once no step has them."""
+        self._engine, self._rows, self._reservations, self._leave = engine, rows, reservations, leave
+        self._page_size = engine.layout.page_size
+        self._of: list[DecodeRequest] | None = None  # the rows whose limits are known
+        self._limits = self._full = np.zeros(0, np.int64)
+        self._paused: list[DecodeRequest] = []
+
+    def __len__(self) -> int:
+        """Rows that pause."""
+        return len(self._paused)
+
+    @property
+    def paused(self) -> list[DecodeRequest]:
+        return self._paused
+
+    def settle(self, is_stepped: Callable[[DecodeRequest], bool], *, comes: bool) -> list[DecodeRequest]:
+        """Rows that pause and have found their pages. Those that will not find any leave. comes: whether others are
+        still on their way out."""
+        found: list[DecodeRequest] = []
+        for request in sorted((one for one in self._paused if not is_stepped(one)), key=rank):
+            length = len(request.prompt) + len(request.output) - 1
+            if self._grows(request, length):
+                found.append(request)
+            elif comes:
+                continue
+            else:
+                self._leave([request])
+            self._paused.remove(request)
+        return found
+
+    def grow(self, may_leave: Callable[[DecodeRequest], bool]) -> None:
+        """Gives rows pages for the next launch. may_leave: see Parking."""
+        rows = self._rows
+        short = np.flatnonzero(self._needed() > self._limits)
+        if not short.size:
+            return
+        self._of = None
+        lengths = dict(zip(rows.requests, rows.lengths.tolist(), strict=True))
+        for request in sorted((rows.requests[index] for index in short.tolist()), key=rank):
+            if request in rows.requests and not self._grows(request, lengths[request]):
+                self._pause(request, lengths[request], may_leave)
+
+    def forget(self, request: DecodeRequest) -> None:
+        """The request ends. Idempotent."""
+        if request in self._paused:
+            self._paused.remove(request)
+
+    def _pause(self, request: DecodeRequest, length: int, may_leave: Callable[[DecodeRequest], bool]) -> None:
+        lacking = self._lacking(request, length)
+        after = sorted((one for one in self._rows.requests if rank(one) > rank(request) and may_leave(one)), key=rank)
+        leaving: list[DecodeRequest] = []
+        while after and max(lacking) > 0:
+            leaving.append(after.pop())
+            held = self._engine.held(leaving[-1].sequence_id)
+            lacking = [lack - pages for lack, pages in zip(lacking, held, strict=True)]
+        if max(lacking) > 0:
+            self._leave([request])
+            return
+        self._rows.leave([request])
+        self._paused.append(request)
+        self._leave(leaving)
+
+    def _grows(self, request: DecodeRequest, length: int) -> bool:
+        """Whether a request of so many positions has taken its next pages."""
+        if max(self._lacking(request, length)) > 0:
+            return False
+        capacity, longest = self._wanted(request, length)
+        try:
+            self._engine.narrow(request.sequence_id, capacity, longest)
+        except OutOfPages:  # it shares some that it has to copy
+            return False
+        request.reserved = capacity
+        return True
+
+    def _wanted(self, request: DecodeRequest, length: int) -> tuple[int, int]:
+        capacity, longest = self._reservations.room.reach(request.prompt, request.max_tokens)
+        return min(capacity, length + self._reservations.room.margin + GROWTH_PAGES * self._page_size), longest
+
+    def _lacking(self, request: DecodeRequest, length: int) -> list[int]:
+        """Pages of each layer group that it would need and that are not free."""
+        room = self._engine.room(*self._wanted(request, length), request.prompt.encoder.length)
+        held = self._engine.held(request.sequence_id)
+        return [need - own - free for need, own, free in zip(room.needed, held, room.free, strict=True)]
+
+    def _needed(self) -> Int64Array:
+        """int64 [n]: up to where each row may be written before the next check."""
+        if self._rows.requests is not self._of:
+            self._of, requests = self._rows.requests, self._rows.requests
+            self._limits = np.array([one.reserved for one in requests], np.int64)
+            reached = [self._reservations.room.reach(one.prompt, one.max_tokens)[0] for one in requests]
+            self._full = np.array(reached, np.int64)
+        return np.minimum(self._rows.lengths + self._reservations.room.margin, self._full)
+
+
+def rank(request: DecodeRequest) -> tuple[int, int]:
+    """By which requests go before others; the last leaves first."""
+    return request.level, request.sequence_id

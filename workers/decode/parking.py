@@ -1,0 +1,256 @@
+"""Running requests that give their room up to others, and go on later.
+
+      park()                copied, and in no step            resume()
+row ─────────► leaving ──────────────────────────► parked ──────────────► row
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tandem.cache.plan.errors import OutOfPages, OutOfSequences
+from tandem.workers.config import LoopSettings
+from tandem.workers.counters import Counters
+from tandem.workers.decode.overcommit import Overcommit, rank
+from tandem.workers.decode.steps_in_flight import StepsInFlight
+from tandem.workers.engine.engine import Engine
+from tandem.workers.errors import NoRoom
+from tandem.workers.handoff.reservations import Ask, Reservations
+from tandem.workers.requests.decode_request import DecodeRequest
+from tandem.workers.scheduling.ageing import level
+from tandem.workers.scheduling.decode_rows import DecodeRows
+from tandem.workers.wire.lease import Clock
+
+ASKED_SECONDS = 0.25  # in which a gateway asks again for a request that found no room
+POLL_SECONDS = 0.02  # while a request is parked
+FIRST = -(1 << 40)  # the level of a request that was parked for too long
+
+
+class Ends(Protocol):
+    def abort(self, request_id: str, writer_quiet: bool) -> bool:
+        """See Decodes."""
+        ...
+
+
+@dataclass(eq=False)
+class _Want:
+    """A request that found no room. done: set once all is parked that is to be parked for it."""
+
+    ask: Ask
+    done: "Future[None]" = field(default_factory=Future)
+
+
+class Parking:
+    """Owned by the step thread. Which requests run, of those that have begun.
+
+    A request that finds no room makes running ones of higher numbers leave, the last priority and the latest arrival
+    first, if that makes enough room. They go on as soon as there is room, in the order of their levels: see ageing. A
+    request that asks for room waits for parked ones of its own level or a lower one. A request keeps the level with
+    which it went on, so that it is not parked again by requests that it has waited for.
+
+    Where rows overcommit, see Overcommit, they leave for each other, too. A request that host memory has no room for is
+    then dropped.
+
+    Guides, penalties and drafts that are looked up need nothing but tokens, which requests keep. A request is not
+    parked if it slides, if a model or a head drafts for it, or before its prompt is computed.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        rows: DecodeRows,
+        reservations: Reservations,
+        steps: StepsInFlight,
+        counters: Counters,
+        settings: LoopSettings,
+        clock: Clock,
+        decodes: Ends,
+    ) -> None:
+        """decodes: what a dropped request is ended by; the gateway then places it again."""
+        self._engine, self._rows, self._reservations, self._steps = engine, rows, reservations, steps
+        self._counters = counters
+        self._most, self._seconds = settings.parking.most, settings.parking.seconds
+        self._priority_seconds = settings.priority_seconds
+        self._clock = clock
+        self._leaving: list[DecodeRequest] = []
+        self._copying: list[tuple[Callable[[], bool] | None, DecodeRequest]] = []
+        self._parked: dict[DecodeRequest, float] = {}  # since when each waits
+        self._want: _Want | None = None
+        self._decodes = decodes
+        overcommits = settings.parking.reserved_output < 1
+        self._growth = Overcommit(engine, rows, reservations, self._leave) if overcommits else None
+        self._refused = (0, -ASKED_SECONDS)  # the priority of the last request without room, and when it asked
+        self._granted = True  # whether that one, or another of its priority, has found room since
+
+    def __len__(self) -> int:
+        """Requests that have begun and have no row."""
+        paused = 0 if self._growth is None else len(self._growth)
+        return len(self._leaving) + len(self._copying) + len(self._parked) + paused
+
+    # Requests that ask for room
+
+    @contextmanager
+    def asking(self, ask: Ask, *, known: bool, parks: bool) -> Iterator[None]:
+        """Around the reservation of a request. NoRoom where others go before it, or as it says: then `coming` ends when
+        requests have left for it. known: it has a reservation already. parks: whether requests may leave for it."""
+        if self._most and not known:
+            self._check(ask.prompt.priority)
+        try:
+            yield
+        except NoRoom as error:
+            error.coming = self._refused_one(ask, parks=parks) if self._most else None
+            raise
+        self._granted = self._granted or ask.prompt.priority <= self._refused[0]
+
+    def _check(self, priority: int) -> None:
+        first = min(map(self._level, self._waiting), default=priority + 1)
+        if first <= priority:
+            raise NoRoom(f"parked requests of priority {first} go on before one of priority {priority}")
+        if not self._granted and self._is_asked_for(priority):
+            raise NoRoom(f"a request of priority {self._refused[0]} waits for room before one of priority {priority}")
+
+    def _refused_one(self, ask: Ask, *, parks: bool) -> "Future[None] | None":
+        """A request has found no room. The future ends when requests have left for it; None where none can, or none is
+        to."""
+        priority = ask.prompt.priority
+        if not self._is_asked_for(priority):
+            self._note(priority)
+        if not parks:
+            return None
+        if self._want is not None:
+            if self._want.ask.prompt.priority <= priority:
+                return None
+            self._end_want()
+        chosen = self._chosen(ask)
+        if not chosen:
+            return None
+        self._leave(chosen)
+        self._want = _Want(ask)
+        return self._want.done
+
+    # Steps
+
+    def upkeep(self) -> list[DecodeRequest]:
+        """Before a batch: those that go on now, which get a row."""
+        self._copy()
+        if self._growth is not None:
+            comes = bool(self._leaving or self._copying)
+            self._rows.join(self._growth.settle(self._is_stepped, comes=comes))
+            self._growth.grow(self._may_leave)
+        if self._want is not None and not self._leaving and not self._copying:
+            self._end_want()
+        return self._resumed() if self._parked else []
+
+    @property
+    def again(self) -> float | None:
+        """When upkeep() has to come again, in seconds."""
+        return POLL_SECONDS if len(self) else None
+
+    def withdraw(self, request: DecodeRequest) -> bool:
+        """The request ends. True if the cache has no sequence of it."""
+        if request in self._leaving:
+            self._leaving.remove(request)
+        if self._growth is not None:
+            self._growth.forget(request)
+        if not request.parked:
+            return False
+        request.parked = False
+        self._engine.forget(request.sequence_id)
+        self._copying = [one for one in self._copying if one[1] is not request]
+        return self._parked.pop(request, None) is not None
+
+    def _copy(self) -> None:
+        """Parks those that have left all steps, and frees the pages of those that are copied."""
+        engine, leaving = self._engine, self._leaving
+        self._leaving = [request for request in leaving if self._is_stepped(request)]
+        for request in leaving:
+            if request in self._leaving:
+                continue
+            if engine.can_park(request.sequence_id) and len(self._parked) + len(self._copying) < self._most:
+                engine.park(request.sequence_id)
+                request.parked = True
+                self._counters.parks += 1
+                self._copying.append((engine.mark(), request))
+            elif self._growth is None:  # the host's memory is full
+                self._rows.join([request])
+            else:
+                self._decodes.abort(request.request_id, writer_quiet=True)
+        copying, self._copying = self._copying, []
+        for is_past, request in copying:
+            if is_past is None or is_past():
+                engine.free(request.sequence_id)
+                self._parked[request] = self._clock()
+            else:
+                self._copying.append((is_past, request))
+
+    def _resumed(self) -> list[DecodeRequest]:
+        resumed = []
+        for request in sorted(self._parked, key=lambda one: (self._level(one), one.sequence_id)):
+            own = self._level(request)
+            if self._is_asked_for(own) or not self._reservations.has_room(request):
+                break
+            reach = self._reservations.room.first_reach(request.prompt, request.max_tokens, len(request.output))
+            try:
+                self._engine.resume(request.sequence_id, *reach)
+            except (OutOfPages, OutOfSequences):
+                break
+            del self._parked[request]
+            request.parked, request.level, request.reserved = False, own, reach[0]
+            self._counters.resumes += 1
+            resumed.append(request)
+        return resumed
+
+    def _is_stepped(self, request: DecodeRequest) -> bool:
+        """Whether a step that is not read yet has the request."""
+        return any(step is not None and request in step.requests for step in (self._steps.behind, self._steps.reading))
+
+    def _leave(self, requests: Sequence[DecodeRequest]) -> None:
+        self._rows.leave(requests)
+        self._leaving += requests
+
+    def _chosen(self, ask: Ask) -> list[DecodeRequest]:
+        """Who leaves, so that there is room for `ask`; nobody where that would not be enough."""
+        short, rows = self._reservations.shortage(ask)
+        candidates = [one for one in self._rows.requests if one.level > ask.prompt.priority and self._may_leave(one)]
+        candidates.sort(key=rank, reverse=True)
+        chosen: list[DecodeRequest] = []
+        for request in candidates[: max(self._most - len(self), 0)]:
+            if rows <= 0 and max(short) <= 0:
+                break
+            chosen.append(request)
+            rows -= 1
+            short = [lack - held for lack, held in zip(short, self._engine.held(request.sequence_id), strict=True)]
+        return chosen if rows <= 0 and max(short) <= 0 else []
+
+    def _may_leave(self, request: DecodeRequest) -> bool:
+        if request.ended or request.prompt.sliding is not None or self._engine.capabilities.drafts:
+            return False
+        return self._engine.can_park(request.sequence_id)
+
+    def _end_want(self) -> None:
+        want, self._want = self._want, None
+        if want is not None:
+            self._note(want.ask.prompt.priority)  # what has left for it does not come back before it
+            want.done.set_result(None)
+
+    def _note(self, priority: int) -> None:
+        """A request of this priority finds no room now."""
+        self._refused, self._granted = (priority, self._clock()), False
+
+    def _is_asked_for(self, own: int) -> bool:
+        """Whether a request of a lower priority has found no room a moment ago, or others leave for one."""
+        priority, when = self._refused
+        if self._want is not None and self._want.ask.prompt.priority < own:
+            return True
+        return priority < own and self._clock() - when < ASKED_SECONDS
+
+    @property
+    def _waiting(self) -> list[DecodeRequest]:
+        paused = () if self._growth is None else self._growth.paused
+        return [*self._leaving, *(request for _, request in self._copying), *self._parked, *paused]
+
+    def _level(self, request: DecodeRequest) -> int:
+        waited = self._clock() - self._parked.get(request, self._clock())
+        return FIRST if waited > self._seconds else level(request.level, waited, self._priority_seconds)

@@ -89,8 +89,7 @@ class RequestValidator:
         salt_by_token: bool = False,
         defaults: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """salt_by_token: callers with unlike credentials share no prefixes. defaults: see
-        default_sampling()."""
+        """salt_by_token: callers with unlike credentials share no prefixes. defaults: see default_sampling()."""
         self._defaults = defaults
         self._limits = limits
         self._salt_by_token = salt_by_token

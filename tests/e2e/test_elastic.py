@@ -217,16 +217,21 @@ def test_workers_leave_and_join_and_no_stream_is_placed_again(
     served: str, expected: list[tuple[list[int], list[int]]]
 ) -> None:
     """Two leave that have streams, and have no time to end them; then two join."""
-    until(lambda: whole(served))
-    before = pids(served)
-    streams = Streams(served, expected)
-    streams.await_begun()
-    assert scale(served, 1, 1) == 2
-    timings = streams.timings()
-    assert [one.attempts for one in timings] == [1] * STREAMS
-    assert sum(one.moves for one in timings) > 0, "nothing was moved"
-    until(lambda: whole(served, 2))
-    assert pids(served) == [before[PREFILL], before[DECODE]]
+    for _ in range(3):  # on a busy machine streams may end before their workers hear that they leave
+        until(lambda: whole(served))
+        before = pids(served)
+        streams = Streams(served, expected)
+        streams.await_begun()
+        assert scale(served, 1, 1) == 2
+        timings = streams.timings()
+        assert [one.attempts for one in timings] == [1] * STREAMS
+        until(lambda: whole(served, 2))
+        assert pids(served) == [before[PREFILL], before[DECODE]]
+        if any(one.moves for one in timings):
+            break
+        assert scale(served, 2, 2) == 2
+    else:
+        raise AssertionError("nothing was moved")
     streams = Streams(served, expected)
     streams.await_begun()
     assert scale(served, 2, 2) == 2

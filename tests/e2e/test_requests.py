@@ -188,7 +188,7 @@ def test_missing_input(island: Island) -> None:
         stub = inference_pb2_grpc.InferenceStub(channel)
         with pytest.raises(grpc.RpcError) as caught:
             list(stub.Generate(inference_pb2.GenerateRequest(), timeout=5))
-    assert "text, token_ids, token_bytes or chat" in str(caught.value.details())
+    assert "text, token_ids, token_bytes, chat or fork" in str(caught.value.details())
 
 
 @steady_here(STEADY)

@@ -43,7 +43,7 @@ def fork(client: Client, position: int | None, token_ids: Sequence[int] = (), **
     return list(client.generate(Fork("parent", position, token_ids), timeout=60, **sampling))
 
 
-@pytest.mark.gate("llama", "gemma3")
+@pytest.mark.gate("gemma3")
 @pytest.mark.parametrize("case", ["llama", "gemma3", "llama4", "deepseek_v3-halves", "qwen3_next"])
 def test_a_fork_begins_anywhere(case: str, tmp_path: Path) -> None:
     """In the prompt and in the output, at the borders of pages, behind windows, and between snapshots of states."""

@@ -98,7 +98,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "host tier": {"cache.host_bytes": 4 << 20},
     "overcommit": {"scheduler.reserved_output": 0.1, "cache.parked_bytes": 64 << 20},
 }
-GATE = ("llama-2 ranks", "llama-overcommit")
+GATE = ("llama-2 ranks",)
 
 
 @pytest.mark.gate(*GATE)

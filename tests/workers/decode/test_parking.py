@@ -348,7 +348,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.gate("llama", "overcommit")
+@pytest.mark.gate("overcommit")
 @pytest.mark.parametrize("case", CASES)
 def test_storms(case: str, tmp_path: Path) -> None:
     family = case.removeprefix("overcommit, ")

@@ -103,6 +103,7 @@ def test_steps_beside_latents_go_on_from_prompts_in_chunks(case: str, tmp_path: 
     assert made == expected
 
 
+@pytest.mark.long
 def test_steps_in_graphs_leave_snapshots(tmp_path: Path, on_triton: list[int]) -> None:
     """Sequences go back to those, one in the middle and one at its last full page, and go on as before."""
     folder = save_checkpoint("qwen3_next-options", tmp_path)

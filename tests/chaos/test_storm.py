@@ -84,7 +84,7 @@ def test_nothing_is_lost_while_workers_of_ranks_are_replaced(
     assert outcome.restarts["local"] > 0
 
 
-@pytest.mark.gate("split")
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("roles", "num_blows"), [("split", 4), ("adaptive", 16)], ids=["split", "adaptive"])
 def test_nothing_is_lost_in_a_storm_over_ranks(tmp_path: Path, roles: str, num_blows: int) -> None:

@@ -82,6 +82,7 @@ def test_any_rank_of_a_worker_dies_and_only_that_worker_is_replaced(
     assert Streams(served, expected).attempts() == [1] * STREAMS
 
 
+@pytest.mark.long
 def test_workers_leave_and_join_and_no_stream_is_placed_again(
     served: str, expected: list[tuple[list[int], list[int]]]
 ) -> None:

@@ -70,6 +70,7 @@ def test_a_fork_begins_anywhere(case: str, tmp_path: Path) -> None:
         assert greedy(oracle, PROMPT, len(tokens)) == tokens  # the parent is not disturbed
 
 
+@pytest.mark.long
 def test_each_answer_can_be_forked(small_model: Path) -> None:
     with running_island(small_model, {"model.max_model_len": LENGTH}) as island, Client(island.address) as client:
         updates = client.generate(

@@ -155,6 +155,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long
 def test_a_parked_request_has_the_answer_of_one_that_was_not(tmp_path: Path) -> None:
     """With all that its row has beside its pages."""
     make_checkpoint(tmp_path / "model", arch="qwen3", size="tiny", seed=1)

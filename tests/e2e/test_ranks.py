@@ -91,7 +91,7 @@ def test_requests_that_move_between_unlike_workers(
         until(lambda: is_idle(island))
 
 
-@pytest.mark.gate("ngram", "draft_model", "mtp")
+@pytest.mark.gate("ngram", "mtp")
 @pytest.mark.parametrize("method", ["ngram", "draft_model", "mtp", "eagle3", "mtp of states"])
 def test_drafts(method: str, tmp_path: Path) -> None:
     arch = "qwen3_next" if method.endswith("states") else "glm4_moe"

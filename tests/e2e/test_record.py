@@ -246,6 +246,7 @@ def test_storms_over_workers_of_any_ranks_are_replayed(
     assert summary.by_name["take_back"]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("in_graphs")
 def test_steps_that_overlap_are_replayed(small_model: Path, tmp_path: Path) -> None:
     """Steps are launched before the tokens before are read, beside prompts, foreseen, and without masks at first."""

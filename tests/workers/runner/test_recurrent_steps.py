@@ -140,7 +140,7 @@ def test_a_step_that_leaves_a_snapshot_is_not_prepared_early(tmp_path: Path, on_
 DRAFTS = [((3, 1), (1, 1)), ((2, 0), (0, 0)), ((1, 3), (1, 1))]
 
 
-@pytest.mark.gate("True")
+@pytest.mark.long
 @pytest.mark.parametrize("captured", [True, False])
 def test_drafts_are_verified(captured: bool, tmp_path: Path, on_triton: list[int]) -> None:
     """Steps of the graphs go on behind what held. What the steps have left is a prefix for another sequence."""

@@ -207,15 +207,17 @@ def check_snapshots(worker: WorkerConfig, layout: KVLayout) -> None:
 
 
 def check_host_bytes(config: ClusterConfig) -> None:
-    """ConfigError if cache.host_bytes, or cache.parked_bytes, of all workers together exceed this machine's memory.
-    They are all on it."""
+    """ConfigError if cache.host_bytes and cache.parked_bytes of all workers together exceed this machine's memory. They
+    are all on it."""
     cache, workers = config.cache, config.num_islands * len(config.island.ranks)
     decode = workers if is_adaptive(config) else config.num_islands * config.island.num_decode
+    left = machine_memory() - 1
     for key, count in (("host_bytes", workers), ("parked_bytes", decode)):
         num_bytes = getattr(cache, key)
-        most = (machine_memory() - 1) // max(count, 1)
+        most = left // max(count, 1)
         if num_bytes is not None and num_bytes > most:
             raise ConfigError(
                 f"cache.{key} is {num_bytes} in each of {count} workers, all on this machine, which has "
                 f"{machine_memory() / GIB:.1f} GiB: at most {most} are accepted"
             )
+        left -= (num_bytes or 0) * count

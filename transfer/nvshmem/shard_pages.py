@@ -1,7 +1,7 @@
 """Pages for a mapped peer that holds another shard of the model: of each layer and plane, the heads that both hold.
 
 Both pools are [num_pages, layers, planes, num_kv_heads, page_size, head_dim], with unlike heads. A kernel stores whole
-pages: copy engines take such rows of 16 KiB at half the link's rate.
+pages: copy engines take such rows of 16 KiB at half the link's rate. Entries of states have other parts in common.
 """
 
 import numpy as np
@@ -13,12 +13,15 @@ from tandem.cache.plan.arrays import Int32Array
 from tandem.transfer.copy_plan import CopyPlan
 from tandem.transfer.nvshmem.kernels.triton_push import push_heads
 from tandem.transfer.page_pool import PagePool
-from tandem.transfer.regions import Region
+from tandem.transfer.regions import ALL_OF_THEM, Region
 
 
 def copy_region(source: Tensor, target: Tensor, plan: CopyPlan, region: Region, stream: torch.cuda.Stream) -> None:
     """All of a plan, queued on the stream. Its slots must lie inside both pools."""
     with torch.cuda.stream(stream):
+        if region.numbers != (ALL_OF_THEM,):  # of states, whose numbers ranks divide
+            PagePool(target).copy(PagePool(source), plan, region)
+            return
         if plan.num_pages.size:
             pages = [_pages_of(plan.source_pages, plan.num_pages), _pages_of(plan.target_pages, plan.num_pages)]
             own, peers = upload(pages, source.device)

@@ -115,6 +115,12 @@ def test_host_bytes_of_workers_that_are_not_there_together(tmp_path: Path, monke
         ConfigError, match=rf"^cache\.host_bytes is {3 << 30} in each of 3 workers, .* 4\.0 GiB: at most {most} are"
     ):
         Cluster(load_config(None, {**values, "island.num_decode": 2}), processes).start()
+    left = ((1 << 30) - 1) // 2
+    both = {"cache.host_bytes": 1 << 30, "cache.parked_bytes": 1 << 30, "island.num_decode": 2}
+    with pytest.raises(
+        ConfigError, match=rf"^cache\.parked_bytes is {1 << 30} in each of 2 workers, .*: at most {left} are"
+    ):
+        Cluster(load_config(None, {**values, **both}), processes).start()
     assert not processes.specs
 
 

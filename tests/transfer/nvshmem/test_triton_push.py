@@ -1,5 +1,6 @@
 """The push kernels against a PagePool, bit for bit: on a GPU, else in Triton's interpreter."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -8,6 +9,7 @@ from tandem.cache.kinds.kv import KV
 from tandem.cache.kinds.latent import Latent
 from tandem.cache.plan.kind import LayerGroup
 from tandem.cache.plan.layout import KVLayout
+from tandem.transfer.copy_plan import plan_copy
 from tandem.transfer.page_pool import PagePool
 from tandem.transfer.regions import Region
 from tests.cache.far_pages import far_pages
@@ -80,6 +82,32 @@ def test_heads(mine: slice, theirs: slice) -> None:
     triton_push.push_heads(source, target, *pages, region)
     froms, tos = (of.long() for of in pages)
     expected[tos, :, :, theirs] = source[froms][:, :, :, mine]
+    assert same_bits(target, expected)
+
+
+WHOLE = Region(slice(0, 2), slice(1, 3), slice(0, 2), slice(0, 2))
+NUMBERS = Region(
+    slice(0, 2), slice(0, 1), slice(0, 2), slice(0, 1), (slice(0, 3), slice(7, 9)), (slice(2, 5), slice(0, 2))
+)
+
+
+@pytest.mark.parametrize(
+    ("region", "heads", "sizes"), [(WHOLE, (3, 2), (6, 6)), (NUMBERS, (1, 1), (9, 5))], ids=["heads", "numbers"]
+)
+def test_regions_of_unlike_shards(region: Region, heads: tuple[int, int], sizes: tuple[int, int]) -> None:
+    """Heads, or numbers of the only head, as ranks divide states. Whole pages and single slots go as PagePool's."""
+    shard_pages = pytest.importorskip("tandem.transfer.nvshmem.shard_pages", exc_type=ImportError)
+    generator = torch.Generator().manual_seed(1)
+    source, target = (
+        torch.randn(NUM_PAGES, 2, 1, count, 2, size, generator=generator).to(DEVICE)
+        for count, size in zip(heads, sizes, strict=True)
+    )
+    slots = np.array([0, 1, 4, 5, 6, 7, 9], np.int32), np.array([8, 9, 2, 3, 4, 5, 12], np.int32)
+    plan, expected = plan_copy(*slots, 2, 2 * NUM_PAGES), target.clone()
+    assert plan.num_pages.sum() == 3
+    stream = torch.cuda.current_stream() if DEVICE == "cuda" else None
+    shard_pages.copy_region(source, target, plan, region, stream)
+    PagePool(expected).copy(PagePool(source), plan, region)
     assert same_bits(target, expected)
 
 

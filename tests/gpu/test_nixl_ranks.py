@@ -61,8 +61,8 @@ def test_tokens_equal_transformers_in_float32(case: str, processes: list[PeProce
     family, prefill, decode = IN_FLOAT32[case]
     make_model(family).save_pretrained(tmp_path)
     due = greedy_all(load_oracle(tmp_path, device="cuda"), PROMPTS, OUTPUT)
-    used, settings = processes[: prefill + decode], shape_of(prefill, decode) | {"island.transport": "nixl"}
-    with running_workers(used, tmp_path, "float32", settings=settings) as address:
+    settings = shape_of(prefill, decode) | {"island.transport": "nixl"}
+    with running_workers(processes, tmp_path, "float32", settings=settings) as address:
         assert complete_all(address, PROMPTS, max_tokens=OUTPUT, **GREEDY) == due
         assert complete_all(address, PROMPTS[:2], max_tokens=OUTPUT, **GREEDY) == due[:2]
 

@@ -101,8 +101,7 @@ def test_each_rank_has_its_heads_of_the_states(
     due = greedy_all(oracle, prompts, 4 * OUTPUT)
     snapshots = {"cache.state_interval": 32, "cache.state_share": 1.0}
     settings = {**shape_of(prefill, decode), **snapshots, "island.verify_kv": verify}
-    used = processes[: prefill + decode]
-    with running_workers(used, tmp_path, "float32", "ngram", settings) as address, Client(address) as client:
+    with running_workers(processes, tmp_path, "float32", "ngram", settings) as address, Client(address) as client:
         answers = complete_all_updates(address, prompts[:5], max_tokens=4 * OUTPUT, **GREEDY)
         behind = [complete_all_updates(address, [one], max_tokens=4 * OUTPUT, **GREEDY)[0] for one in prompts[5:]]
         (island,) = client.cluster_info().islands

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from tandem.cache.kernels.recurrent import DeltaShape, KdaShape, SsdShape, StateShape
 
-LEAST = 32  # columns of a product: with 16, Triton 3.6's for 16 bits gave NaN on Hopper
+LEAST = 64  # columns of a product: with 16 and with 32, Triton 3.6's for 16 bits gave NaN on Hopper
 
 
 class Heads(NamedTuple):

@@ -60,9 +60,10 @@ class WorkerConfig:
     silent before its calls count as gone. silent_seconds: the same for connections, where that is longer: between hosts
     a link may be down for a while. kv_cache_dtype: auto or fp8_e4m3; k_scale, v_scale: of an FP8 cache, None
     takes the checkpoint's. verify_kv: whether digests of pushed KV are compared. These four are the same on every PE.
-    host_bytes: of host memory for evicted prefixes, over all ranks of the worker; 0, None: none. verify_host: whether
-    what comes back from there is compared with what was put. parked_bytes: of host memory for parked sequences, over
-    all ranks of a worker that decodes; None: none is parked. parking: when they are.
+    host_bytes: of host memory for evicted prefixes, over all ranks of the worker; 0: none; None: see
+    with_host_bytes(). verify_host: whether what comes back from there is compared with what was put. parked_bytes: of
+    host memory for parked sequences, over all ranks of a worker that decodes; None: none is parked. parking: when they
+    are.
     token: what every call to the worker must carry. threads None takes an even part of its host's cores, which
     `workers_on_host` share, or leaves torch's own choice where that is None, too. decode_workers: of the island, where
     it is one: they share all threads of the island while no prompt is on its way to them.

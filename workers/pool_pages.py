@@ -2,6 +2,7 @@
 keeps of them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 from torch import Tensor
@@ -19,10 +20,13 @@ from tandem.cache.plan.pool_sizes import (
 )
 from tandem.cache.store.host_store import HostStore
 from tandem.cache.store.parked_store import ParkedStore
+from tandem.transfer.machine_memory import machine_memory
 from tandem.workers.config import WorkerConfig
 from tandem.workers.handoff.sequence_room import longest_append
 from tandem.workers.ranks.ranks import Ranks, sum_words
 
+HOST_FRACTION = 4  # of its memory
+MOST_HOST_BYTES = 64 << 30  # of a worker
 PROMPTS_AT_ONCE = 8  # long ones; in what they need, short ones fill as many forwards
 
 
@@ -58,6 +62,19 @@ def host_bytes_needed(config: WorkerConfig, layout: KVLayout, num_pages: int) ->
     counts = _kept_on_host(config, layout, num_pages)
     total = sum(count * layout.page_bytes(group) for group, count in enumerate(counts))
     return config.island_ranks[config.pe] * max(-(-total // count) for count in counts if count)
+
+
+def with_host_bytes(config: WorkerConfig, layout: KVLayout, num_pages: int) -> WorkerConfig:
+    """With host_bytes, where the configuration leaves them to the worker: on a GPU host a quarter of what this machine
+    or the worker's control group has, in even parts for all workers there, and at most MOST_HOST_BYTES; none where they
+    would hold nothing. All ranks and replays find the same, whatever else runs. layout: see host_store."""
+    if config.host_bytes is not None or config.device != "cuda":
+        return config
+    processes = config.workers_on_host or sum(config.island_ranks)
+    part = machine_memory() // HOST_FRACTION // processes * config.island_ranks[config.pe]
+    num_bytes = min(part, MOST_HOST_BYTES)
+    holds = min(_kept_on_host(config, layout, num_pages)) and num_bytes >= host_bytes_needed(config, layout, num_pages)
+    return replace(config, host_bytes=num_bytes if holds else 0)
 
 
 def keep_on_host(

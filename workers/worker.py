@@ -33,7 +33,7 @@ from tandem.workers.event_loop import EventLoopThread
 from tandem.workers.following.worker_ranks import WorkerRanks
 from tandem.workers.models.drafters.load import Model, load_drafter
 from tandem.workers.models.weights import load_decoder
-from tandem.workers.pool_pages import keep_on_host, pages_in, pool_pages, snapshot_rule
+from tandem.workers.pool_pages import keep_on_host, pages_in, pool_pages, snapshot_rule, with_host_bytes
 from tandem.workers.ports.authentication import TokenRequired
 from tandem.workers.ports.private_socket import PrivateSocket
 from tandem.workers.ports.tls import Identity, bracketed
@@ -300,7 +300,7 @@ class Worker:
         return self._opened
 
     async def _start(self, host: str, identity: Identity | None) -> str:
-        config = self.config
+        config = self.config = with_host_bytes(self.config, self.largest_layout, self._num_pages)
         vocab_size = self.model_config.vocab_size
         recorder = self._recorder = begin_record(config, self._num_pages, self._layout.fingerprint, vocab_size)
         engine = self.assemble(None if recorder is None else recorder.watch, recorder)

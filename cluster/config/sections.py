@@ -117,7 +117,8 @@ class CacheSection(Section):
     one snapshot per 16 of max_sequences + 8"""
     host_bytes: AnyBytes | None = Field(default=None, le=1 << 44)
     """host memory of each worker for prefixes that its pages have no room for: they are copied there when they are
-    evicted, and back when a prompt begins with one, unless computing it takes less time. null and 0 keep none. A
+    evicted, and back when a prompt begins with one, unless computing it takes less time. 0 keeps none; null keeps none
+    on CPUs. On a GPU host null is a quarter of its memory, in even parts for all workers there, at most 64 GiB each. A
     control group's limit counts as the host's memory"""
     verify_host: bool = False
     """whether pages that come back from there are compared with what was copied; one that differs is computed again"""

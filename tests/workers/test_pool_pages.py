@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tandem.cache.plan.errors import InvalidArgument
+from tandem.workers import pool_pages as pool_pages_module
 from tandem.workers.config import Role, WorkerConfig
 from tandem.workers.models.registry import load_config
 from tandem.workers.pool_pages import (
@@ -15,6 +17,7 @@ from tandem.workers.pool_pages import (
     pages_in,
     pool_pages,
     snapshot_rule,
+    with_host_bytes,
 )
 from tandem.workers.ranks.ranks import ALONE
 from tandem.workers.runner.model_cache import kv_layout
@@ -67,3 +70,35 @@ def test_host_bytes_are_shared_as_pools_are(tmp_path: Path) -> None:
             host_store(replace(one, host_bytes=9), layout, 1024, (), ALONE)
     assert host_store(config, layout, 1024, (), ALONE) is None
     assert host_store(replace(config, host_bytes=0), layout, 1024, (), ALONE) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "gib"),
+    [
+        ({}, 0.5),
+        ({"workers_on_host": 1}, 8),
+        ({"ranks": (2, 2)}, 2),
+        ({"host_bytes": 0}, 0),
+        ({"host_bytes": 7}, 7 / (1 << 30)),
+        ({"state_share": 0.0}, 0),
+        ({"device": "cpu"}, None),
+    ],
+)
+def test_a_worker_takes_a_part_of_its_host(
+    changes: dict[str, Any], gib: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, where nothing else is asked for and it would hold something."""
+    layout = kv_layout(load_config(write(tmp_path, {**DENSE, "torch_dtype": "bfloat16"})), 16)
+    where = (Role.DECODE, "island", 1, 0, 1, "", 1024, "")
+    config = WorkerConfig(*where, max_sequences=8, device="cuda", workers_on_host=16 // len(changes.get("ranks", (1,))))
+    monkeypatch.setattr(pool_pages_module, "machine_memory", lambda: 32 << 30)
+    found = with_host_bytes(replace(config, **changes), layout, 1024).host_bytes
+    assert found == (None if gib is None else int(gib * (1 << 30)))
+
+
+def test_a_worker_takes_no_more_than_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layout = kv_layout(load_config(write(tmp_path, {**DENSE, "torch_dtype": "bfloat16"})), 16)
+    config = WorkerConfig(Role.DECODE, "island", 1, 0, 1, "", 1024, "", max_sequences=8, device="cuda")
+    for there, found in ((1 << 42, 64 << 30), (1 << 10, 0)):
+        monkeypatch.setattr(pool_pages_module, "machine_memory", lambda there=there: there)
+        assert with_host_bytes(config, layout, 1024).host_bytes == found

@@ -64,7 +64,7 @@ class Reservation(_message.Message):
     def __init__(self, reservation_id: _Optional[int] = ..., epoch: _Optional[int] = ..., target_pe: _Optional[int] = ..., signal_slot: _Optional[int] = ..., generation: _Optional[int] = ..., matched_tokens: _Optional[int] = ..., position_map: _Optional[_Union[PositionMap, _Mapping]] = ..., pages: _Optional[int] = ..., writer_pe: _Optional[int] = ..., lease_seconds: _Optional[float] = ..., seal: _Optional[bytes] = ..., writer_epoch: _Optional[int] = ...) -> None: ...
 
 class PromptSpec(_message.Message):
-    __slots__ = ("token_ids", "salt", "encoder_tokens", "sliding", "whole", "num_output", "priority")
+    __slots__ = ("token_ids", "salt", "encoder_tokens", "sliding", "whole", "num_output", "priority", "adapter")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     ENCODER_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -72,6 +72,7 @@ class PromptSpec(_message.Message):
     WHOLE_FIELD_NUMBER: _ClassVar[int]
     NUM_OUTPUT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     token_ids: bytes
     salt: bytes
     encoder_tokens: int
@@ -79,7 +80,8 @@ class PromptSpec(_message.Message):
     whole: bool
     num_output: int
     priority: int
-    def __init__(self, token_ids: _Optional[bytes] = ..., salt: _Optional[bytes] = ..., encoder_tokens: _Optional[int] = ..., sliding: _Optional[_Union[_inference_pb2.SlidingWindow, _Mapping]] = ..., whole: bool = ..., num_output: _Optional[int] = ..., priority: _Optional[int] = ...) -> None: ...
+    adapter: bytes
+    def __init__(self, token_ids: _Optional[bytes] = ..., salt: _Optional[bytes] = ..., encoder_tokens: _Optional[int] = ..., sliding: _Optional[_Union[_inference_pb2.SlidingWindow, _Mapping]] = ..., whole: bool = ..., num_output: _Optional[int] = ..., priority: _Optional[int] = ..., adapter: _Optional[bytes] = ...) -> None: ...
 
 class PrepareReceiveRequest(_message.Message):
     __slots__ = ("request_id", "epoch", "max_tokens", "writer_pe", "prompt", "writer_epoch", "fork_of", "parks")
@@ -267,6 +269,42 @@ class AbortResponse(_message.Message):
     known: bool
     def __init__(self, known: bool = ...) -> None: ...
 
+class LoadAdapterRequest(_message.Message):
+    __slots__ = ("epoch", "name", "path", "digest")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    name: str
+    path: str
+    digest: bytes
+    def __init__(self, epoch: _Optional[int] = ..., name: _Optional[str] = ..., path: _Optional[str] = ..., digest: _Optional[bytes] = ...) -> None: ...
+
+class LoadedAdapter(_message.Message):
+    __slots__ = ("digest", "rank", "bytes")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    rank: int
+    bytes: int
+    def __init__(self, digest: _Optional[bytes] = ..., rank: _Optional[int] = ..., bytes: _Optional[int] = ...) -> None: ...
+
+class RemoveAdapterRequest(_message.Message):
+    __slots__ = ("epoch", "digest")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    digest: bytes
+    def __init__(self, epoch: _Optional[int] = ..., digest: _Optional[bytes] = ...) -> None: ...
+
+class RemoveAdapterResponse(_message.Message):
+    __slots__ = ("known",)
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    known: bool
+    def __init__(self, known: bool = ...) -> None: ...
+
 class GetStatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -278,7 +316,7 @@ class WatchRequest(_message.Message):
     def __init__(self, epoch: _Optional[int] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("whole", "added", "removed", "prompt_tokens", "rows", "positions", "token_seconds", "prompt_tokens_per_second", "free_pages", "prompt_tokens_per_second_beside_rows", "stored_whole", "stored_added", "stored_removed", "stored_price")
+    __slots__ = ("whole", "added", "removed", "prompt_tokens", "rows", "positions", "token_seconds", "prompt_tokens_per_second", "free_pages", "prompt_tokens_per_second_beside_rows", "stored_whole", "stored_added", "stored_removed", "stored_price", "adapters", "resident_adapters")
     WHOLE_FIELD_NUMBER: _ClassVar[int]
     ADDED_FIELD_NUMBER: _ClassVar[int]
     REMOVED_FIELD_NUMBER: _ClassVar[int]
@@ -293,6 +331,8 @@ class WorkerReport(_message.Message):
     STORED_ADDED_FIELD_NUMBER: _ClassVar[int]
     STORED_REMOVED_FIELD_NUMBER: _ClassVar[int]
     STORED_PRICE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    RESIDENT_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     whole: bool
     added: bytes
     removed: bytes
@@ -307,4 +347,6 @@ class WorkerReport(_message.Message):
     stored_added: bytes
     stored_removed: bytes
     stored_price: float
-    def __init__(self, whole: bool = ..., added: _Optional[bytes] = ..., removed: _Optional[bytes] = ..., prompt_tokens: _Optional[int] = ..., rows: _Optional[int] = ..., positions: _Optional[int] = ..., token_seconds: _Optional[float] = ..., prompt_tokens_per_second: _Optional[float] = ..., free_pages: _Optional[int] = ..., prompt_tokens_per_second_beside_rows: _Optional[float] = ..., stored_whole: bool = ..., stored_added: _Optional[bytes] = ..., stored_removed: _Optional[bytes] = ..., stored_price: _Optional[float] = ...) -> None: ...
+    adapters: bytes
+    resident_adapters: bytes
+    def __init__(self, whole: bool = ..., added: _Optional[bytes] = ..., removed: _Optional[bytes] = ..., prompt_tokens: _Optional[int] = ..., rows: _Optional[int] = ..., positions: _Optional[int] = ..., token_seconds: _Optional[float] = ..., prompt_tokens_per_second: _Optional[float] = ..., free_pages: _Optional[int] = ..., prompt_tokens_per_second_beside_rows: _Optional[float] = ..., stored_whole: bool = ..., stored_added: _Optional[bytes] = ..., stored_removed: _Optional[bytes] = ..., stored_price: _Optional[float] = ..., adapters: _Optional[bytes] = ..., resident_adapters: _Optional[bytes] = ...) -> None: ...

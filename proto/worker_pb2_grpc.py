@@ -75,6 +75,16 @@ class WorkerStub(object):
                 request_serializer=tandem_dot_proto_dot_worker__pb2.GetStatusRequest.SerializeToString,
                 response_deserializer=tandem_dot_proto_dot_inference__pb2.WorkerInfo.FromString,
                 _registered_method=True)
+        self.LoadAdapter = channel.unary_unary(
+                '/tandem.v1.Worker/LoadAdapter',
+                request_serializer=tandem_dot_proto_dot_worker__pb2.LoadAdapterRequest.SerializeToString,
+                response_deserializer=tandem_dot_proto_dot_worker__pb2.LoadedAdapter.FromString,
+                _registered_method=True)
+        self.RemoveAdapter = channel.unary_unary(
+                '/tandem.v1.Worker/RemoveAdapter',
+                request_serializer=tandem_dot_proto_dot_worker__pb2.RemoveAdapterRequest.SerializeToString,
+                response_deserializer=tandem_dot_proto_dot_worker__pb2.RemoveAdapterResponse.FromString,
+                _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/tandem.v1.Worker/Watch',
                 request_serializer=tandem_dot_proto_dot_worker__pb2.WatchRequest.SerializeToString,
@@ -153,6 +163,22 @@ class WorkerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def LoadAdapter(self, request, context):
+        """Reads a LoRA adapter from a folder that the worker sees, and holds it in host memory. INVALID_ARGUMENT for a folder
+        that it cannot serve, or where `digest` is another. RESOURCE_EXHAUSTED where it has no host memory for it. A worker
+        that holds these weights answers at once, and they are called `name` from now on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveAdapter(self, request, context):
+        """No new request may use the adapter. Running ones end normally; its memory is free when the last of them has ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Watch(self, request, context):
         """What a router needs to know of this worker: the first report is whole, later ones say what has changed.
         """
@@ -202,6 +228,16 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=tandem_dot_proto_dot_worker__pb2.GetStatusRequest.FromString,
                     response_serializer=tandem_dot_proto_dot_inference__pb2.WorkerInfo.SerializeToString,
+            ),
+            'LoadAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.LoadAdapter,
+                    request_deserializer=tandem_dot_proto_dot_worker__pb2.LoadAdapterRequest.FromString,
+                    response_serializer=tandem_dot_proto_dot_worker__pb2.LoadedAdapter.SerializeToString,
+            ),
+            'RemoveAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveAdapter,
+                    request_deserializer=tandem_dot_proto_dot_worker__pb2.RemoveAdapterRequest.FromString,
+                    response_serializer=tandem_dot_proto_dot_worker__pb2.RemoveAdapterResponse.SerializeToString,
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
@@ -425,6 +461,60 @@ class Worker(object):
             '/tandem.v1.Worker/GetStatus',
             tandem_dot_proto_dot_worker__pb2.GetStatusRequest.SerializeToString,
             tandem_dot_proto_dot_inference__pb2.WorkerInfo.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def LoadAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Worker/LoadAdapter',
+            tandem_dot_proto_dot_worker__pb2.LoadAdapterRequest.SerializeToString,
+            tandem_dot_proto_dot_worker__pb2.LoadedAdapter.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Worker/RemoveAdapter',
+            tandem_dot_proto_dot_worker__pb2.RemoveAdapterRequest.SerializeToString,
+            tandem_dot_proto_dot_worker__pb2.RemoveAdapterResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -31,7 +31,7 @@ FLOORS = {
         {"digest"},
     ),
     "workers": (
-        {"checkpoint", "counters", "errors", "event_loop", "logs"},
+        {"adapters", "checkpoint", "counters", "errors", "event_loop", "logs"},
         {"config", "ports", "sampling"},
         {"kernels", "wire"},
         {"requests", "weights"},

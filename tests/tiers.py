@@ -131,6 +131,7 @@ NOT_UNIT = (
     "tests/workers/service/test_log_lines.py",
     "tests/workers/service/test_release.py",
     "tests/workers/service/test_service.py",
+    "tests/workers/service/test_unheld_adapters.py",
     "tests/workers/service/test_watch.py",
     "tests/workers/speculation/test_draft_heads.py",
     "tests/workers/speculation/test_draft_models.py",

@@ -43,6 +43,16 @@ class ParkingSettings:
 
 
 @dataclass(frozen=True)
+class AdapterSettings:
+    """max_resident: LoRA adapters that are on the device at a time; 0: the worker serves none. max_rank: of an adapter.
+    host_bytes: of host memory for all that are held, over all ranks of the worker."""
+
+    max_resident: int = 0
+    max_rank: int = 16
+    host_bytes: int = 4 << 30
+
+
+@dataclass(frozen=True)
 class RecordSettings:
     """Where a worker's actions are recorded. max_bytes: of a file; a record that is full ends. prompts: whether it has
     token ids."""
@@ -115,6 +125,7 @@ class WorkerConfig:
     priority_seconds: float = 30.0
     parking: ParkingSettings = ParkingSettings()
     speculation: SpeculationSettings = SpeculationSettings()
+    adapters: AdapterSettings = AdapterSettings()
     logging: LogSettings = field(default_factory=LogSettings)
     record: RecordSettings | None = None
     rank: int = 0

@@ -2,6 +2,8 @@
 
 WorkerError
 ├── InvalidCall        the call cannot be right
+│   └── BadAdapter          a folder that holds no adapter which can be served
+├── AdapterNotHeld     another worker may have the request's adapter
 ├── NoRoom             try again later
 ├── Stale              the call is too late
 │   ├── StaleReservation
@@ -22,6 +24,17 @@ class WorkerError(Exception):
 
 class InvalidCall(WorkerError, ValueError):
     """A value in the call is not acceptable; repeating the call will not help."""
+
+
+class BadAdapter(InvalidCall):
+    """The folder holds no LoRA adapter that this worker can serve."""
+
+
+class AdapterNotHeld(WorkerError):
+    """The worker does not hold the LoRA adapter of the request: it was never loaded here, or has been removed."""
+
+    def __init__(self, digest: bytes) -> None:
+        super().__init__(f"adapter {digest.hex()} is not held here: never loaded, or removed")
 
 
 class NoRoom(WorkerError):

@@ -18,6 +18,18 @@ def encoder_salt(encoder_ids: Int64Array, salt: bytes = b"") -> bytes:
     return blake2b(encoder_ids.tobytes(), digest_size=MAX_SALT_BYTES, key=salt, person=b"encoder").digest()
 
 
+def adapter_salt(adapter: bytes, salt: bytes = b"") -> bytes:
+    """The salt of a sequence that the LoRA adapter of this digest computes, within `salt`: no prefix is shared across
+    adapters. An empty digest leaves `salt` as it is. Raises as digest_chain.
+
+    Workers put it in place of the salt of each prompt that comes in. Who names pages from outside does the same.
+    """
+    _check_salt(salt)
+    if not adapter:
+        return salt
+    return blake2b(adapter, digest_size=MAX_SALT_BYTES, key=salt, person=b"adapter").digest()
+
+
 def digest_chain(token_ids: Int64Array, page_size: int, num_pages: int, salt: bytes = b"") -> Iterator[bytes]:
     """Digests of the first num_pages full pages of token_ids (int64 [n]), each taken when it is asked for.
 

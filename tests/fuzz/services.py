@@ -55,6 +55,7 @@ LATE = grpc.StatusCode.DEADLINE_EXCEEDED
 FULL = grpc.StatusCode.RESOURCE_EXHAUSTED
 ENDED = grpc.StatusCode.ABORTED
 DENIED = grpc.StatusCode.UNAUTHENTICATED
+UNKNOWN = grpc.StatusCode.NOT_FOUND  # an adapter
 MISSING = grpc.StatusCode.UNIMPLEMENTED
 
 
@@ -87,13 +88,17 @@ GATEWAY = (
     Method("Inference/GetModelInfo", inference_pb2.GetModelInfoRequest, frozenset({OK, INVALID})),
     Method("Inference/GetClusterInfo", inference_pb2.GetClusterInfoRequest, frozenset({OK, INVALID})),
 )
-PREPARE = Method("Worker/PrepareReceive", worker_pb2.PrepareReceiveRequest, frozenset({OK, INVALID, STALE, FULL}))
+PREPARE = Method(
+    "Worker/PrepareReceive", worker_pb2.PrepareReceiveRequest, frozenset({OK, INVALID, STALE, FULL, UNKNOWN})
+)
 ANNOUNCE = Method("Worker/Announce", worker_pb2.AnnounceRequest, frozenset({OK, INVALID, STALE}))
-SEND = Method("Worker/RemoteSend", worker_pb2.RemoteSendRequest, frozenset({OK, INVALID, STALE, ENDED}))
+SEND = Method("Worker/RemoteSend", worker_pb2.RemoteSendRequest, frozenset({OK, INVALID, STALE, ENDED, UNKNOWN}))
 START = Method("Worker/StartGenerate", worker_pb2.StartGenerateRequest, frozenset({OK, INVALID, STALE, LATE}))
 ABORT = Method("Worker/Abort", worker_pb2.AbortRequest, frozenset({OK, INVALID, STALE}))
+LOAD = Method("Worker/LoadAdapter", worker_pb2.LoadAdapterRequest, frozenset({INVALID, STALE}))
+REMOVE = Method("Worker/RemoveAdapter", worker_pb2.RemoveAdapterRequest, frozenset({OK, INVALID, STALE}))
 STATUS = Method("Worker/GetStatus", worker_pb2.GetStatusRequest, frozenset({OK, INVALID}))
-PREFILL, DECODE = (ANNOUNCE, SEND, ABORT, STATUS), (PREPARE, START, ABORT, STATUS)
+PREFILL, DECODE = (ANNOUNCE, SEND, ABORT, LOAD, STATUS), (PREPARE, START, ABORT, REMOVE, STATUS)
 
 
 @dataclass
@@ -260,7 +265,7 @@ class Fuzz:
         sampling = inference_pb2.SamplingParams(max_tokens=rng.randrange(1, 6), temperature=rng.choice((0, 1)), seed=3)
         values: dict[str, Any] = {
             "request_id": f"bad/{number}", "epoch": 1, "sampling": sampling, "max_tokens": 4, "num_decode": 1,
-            "token_ids": inference_pb2.TokenIds(ids=prompt), "prompt": prompt_to_bytes(prompt),
+            "token_ids": inference_pb2.TokenIds(ids=prompt), "prompt": prompt_message(prompt),
             "reservation": worker_pb2.Reservation(epoch=1, target_pe=1, generation=1, lease_seconds=1),
             "reservation_id": number,
         }  # fmt: skip
@@ -272,7 +277,7 @@ class Fuzz:
             if chosen < 0.2:
                 message.text = rng.choice(TEXT)
             elif chosen < 0.6:
-                message.token_bytes = values["prompt"]
+                message.token_bytes = prompt_to_bytes(prompt)
             elif chosen < 0.8:
                 message.chat.messages.add(role=rng.choice(("user", "system", "x", "")), content=rng.choice(TEXT))
         return message

@@ -13,6 +13,7 @@ from tandem.cache.plan.position_map import PositionMap
 from tandem.transfer.completion import pack_payload
 from tandem.transfer.recall import Recall, RecallDesk, RecallInbox
 from tandem.transfer.transport import Fence, Transport
+from tandem.workers.adapters.held_adapter import HeldAdapter
 from tandem.workers.engine.actions import action, actions_of
 from tandem.workers.engine.admission import Admission
 from tandem.workers.engine.capabilities import Capabilities
@@ -310,6 +311,11 @@ class Engine(StoreCalls):
     def lets_go(self) -> bool:
         """Whether the forward in flight may still use pages that are free: of windows, sliding sequences, snapshots."""
         return self.layout.drops_past or self.layout.recurs or self._cache.any_slides()
+
+    @property
+    def adapters(self) -> tuple[HeldAdapter, ...]:
+        """LoRA adapters that the worker holds, the oldest first."""
+        return ()
 
     @property
     def prefix_position(self) -> int:

@@ -23,7 +23,7 @@ from zlib import crc32
 
 from tandem import __version__
 from tandem.transfer.island_ranks import MAX_RANKS
-from tandem.workers.config import ParkingSettings, Role, SpeculationSettings, WorkerConfig
+from tandem.workers.config import AdapterSettings, ParkingSettings, Role, SpeculationSettings, WorkerConfig
 from tandem.workers.logs import LogSettings
 from tandem.workers.replay.errors import BadRecord, RecordError
 
@@ -83,12 +83,13 @@ class Header:
             values: dict[str, Any] = json.loads(line)
             given = values.pop("config")
             speculation, role = SpeculationSettings(**given.pop("speculation")), Role(given.pop("role"))
-            parking = ParkingSettings(**given.pop("parking"))
+            parking, adapters = ParkingSettings(**given.pop("parking")), AdapterSettings(**given.pop("adapters"))
             del given["logging"], given["record"]
             given |= {name: tuple(given[name]) for name in ("ranks", "epochs") if isinstance(given[name], list)}
-            header = cls(config=WorkerConfig(role=role, speculation=speculation, parking=parking, **given), **values)
+            parts = {"speculation": speculation, "parking": parking, "adapters": adapters}
+            header = cls(config=WorkerConfig(role=role, **parts, **given), **values)
             config = header.config
-            for part in (header, config, speculation, parking):
+            for part in (header, config, *parts.values()):
                 _check_values(part)
             if config.pe >= config.num_pes or config.num_pes > MAX_PES:
                 raise BadRecord(f"its header has PE {config.pe} of {config.num_pes}; at most {MAX_PES} are accepted")
@@ -115,7 +116,7 @@ def _check_ranks(config: WorkerConfig) -> None:
         raise BadRecord(f"its header has rank {config.rank}; 0 is accepted, which leads the others")
 
 
-def _check_values(part: Header | WorkerConfig | SpeculationSettings | ParkingSettings) -> None:
+def _check_values(part: Header | WorkerConfig | SpeculationSettings | ParkingSettings | AdapterSettings) -> None:
     """BadRecord unless its fields have values of their types, and numbers are not negative."""
     for name, kind in get_type_hints(type(part)).items():
         value, accepted = getattr(part, name), get_args(kind) if isinstance(kind, UnionType) else (kind,)

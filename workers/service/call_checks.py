@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from tandem.cache.plan.prefix_chain import MAX_SALT_BYTES
+from tandem.cache.plan.prefix_chain import DIGEST_BYTES, MAX_SALT_BYTES, adapter_salt
 from tandem.cache.plan.spans import Paging
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.workers.errors import InvalidCall
@@ -18,6 +18,21 @@ MAX_REQUEST_ID = 256  # characters: a client's own, and what the gateway puts be
 def check_request_id(request_id: str) -> None:
     if len(request_id) > MAX_REQUEST_ID:
         raise InvalidCall(f"request_id has {len(request_id)} characters; at most {MAX_REQUEST_ID} are accepted")
+
+
+def check_digest(digest: bytes, field: str = "adapter") -> None:
+    """InvalidCall where it is no digest of an adapter."""
+    if len(digest) != DIGEST_BYTES:
+        raise InvalidCall(f"{field} has {len(digest)} bytes; {DIGEST_BYTES} are accepted, or none")
+
+
+def check_salt(salt: bytes, adapter: bytes) -> bytes:
+    """The salt of a prompt that the adapter computes. Raises InvalidCall."""
+    if len(salt) > MAX_SALT_BYTES:
+        raise InvalidCall(f"salt has {len(salt)} bytes; at most {MAX_SALT_BYTES} are accepted")
+    if adapter:
+        check_digest(adapter)
+    return adapter_salt(adapter, salt)
 
 
 class PromptCheck(NamedTuple):
@@ -36,8 +51,10 @@ class PromptCheck(NamedTuple):
         token_ids = prompt_from_bytes(message.token_ids)
         encoder = self._encoder(message.encoder_tokens)
         sliding = sliding_from_proto(message.sliding) if message.HasField("sliding") else None
-        output, priority = message.num_output, message.priority
-        prompt = PromptSpec(token_ids, message.salt, encoder, sliding, message.whole, output, priority)
+        salt, adapter = check_salt(message.salt, message.adapter), message.adapter
+        prompt = PromptSpec(
+            token_ids, salt, encoder, sliding, message.whole, message.num_output, message.priority, adapter
+        )
         largest = int(token_ids.max())
         if largest >= self.vocab_size:
             accepted = f"{self.vocab_size} entries, 0 … {self.vocab_size - 1}"
@@ -49,8 +66,6 @@ class PromptCheck(NamedTuple):
                 f"prompt has {len(prompt)} tokens and max_tokens is {max_tokens}; this worker has {self.max_model_len} "
                 "positions for a sequence"
             )
-        if len(prompt.salt) > MAX_SALT_BYTES:
-            raise InvalidCall(f"salt has {len(prompt.salt)} bytes; at most {MAX_SALT_BYTES} are accepted")
         if prompt.num_decoder < 1:
             raise InvalidCall(
                 f"prompt has {len(prompt)} tokens; the encoder's take up {encoder.border}, and at least one must follow"

@@ -26,7 +26,8 @@ from tandem.workers.requests.prompt_logprob_streams import PromptLogprobStream, 
 from tandem.workers.requests.token_stream import Tokens, TokenStream
 from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.guided import Constraint, Grammars, InvalidGuide
-from tandem.workers.service.call_checks import PromptCheck, check_request_id, check_sampling
+from tandem.workers.service.adapter_calls import adapter_infos, check_held, check_load, is_held
+from tandem.workers.service.call_checks import PromptCheck, check_digest, check_request_id, check_sampling
 from tandem.workers.service.rank_infos import rank_infos
 from tandem.workers.service.reports import Reports
 from tandem.workers.service.resident import resident_bytes
@@ -121,6 +122,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 token_seconds=meter.token_seconds,
                 prompt_tokens_per_second=loop.prompt_rate,
                 ranks=rank_infos(loop.engine.ranks),
+                adapters=adapter_infos(loop.engine.adapters),
             )
         )
         return info
@@ -143,6 +145,24 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 await context.write(report)
             await reports.due()
 
+    # Adapters
+
+    async def LoadAdapter(self, request: worker_pb2.LoadAdapterRequest, context: Context) -> worker_pb2.LoadedAdapter:
+        def check() -> worker_pb2.LoadedAdapter:
+            check_load(request, self._config.adapters)
+            raise InvalidCall(f"path {request.path:.80}: this version reads no adapters")
+
+        return await self._on_step_thread(context, request.epoch, check)
+
+    async def RemoveAdapter(
+        self, request: worker_pb2.RemoveAdapterRequest, context: Context
+    ) -> worker_pb2.RemoveAdapterResponse:
+        def remove() -> worker_pb2.RemoveAdapterResponse:
+            check_digest(request.digest, "digest")
+            return worker_pb2.RemoveAdapterResponse(known=False)
+
+        return await self._on_step_thread(context, request.epoch, remove)
+
     async def _constraint(self, context: Context, sampling: inference_pb2.SamplingParams) -> Constraint | None:
         """Compiled beside the step thread; None for a request without."""
         if not sampling.HasField("guided"):
@@ -162,7 +182,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         sampled = FirstTokens(asyncio.get_running_loop())
 
         def announce(request: worker_pb2.AnnounceRequest) -> None:
-            future = prefills.speculate(request.request_id, self._prompt(request))
+            prompt = self._prompt(request)
+            if prompt.adapter and not is_held(self._loop.engine.adapters, prompt.adapter):
+                return  # RemoteSend refuses it; the stream has other prompts, too
+            future = prefills.speculate(request.request_id, prompt)
             if future is not None:
                 sampled.expect(request.request_id, future)
 
@@ -189,7 +212,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         attended: list[Lease] = []
 
         def submit() -> Future[PrefillResult]:
-            prompt = self._prompt(request)
+            prompt = check_held(self._loop.engine, self._prompt(request))
             params = check_sampling(request.sampling, self._vocab_size)
             reservation = reservation_from_proto(request.reservation, self._config.token)
             scores = gatherer(stream, params)
@@ -227,7 +250,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         decodes = self._loop.decodes
 
         def prepare(*, again: bool = False) -> tuple[Reservation | None, Future[None] | None]:
-            prompt = self._prompt(request, request.max_tokens)
+            prompt = check_held(self._loop.engine, self._prompt(request, request.max_tokens))
             if request.writer_pe != self._config.pe:
                 self._loop.check_peer(request.writer_pe)
             writer = request.writer_pe, request.writer_epoch

@@ -13,6 +13,7 @@ from tandem.cache.plan.errors import CacheError
 from tandem.transfer.errors import TransferError
 from tandem.workers.errors import (
     Aborted,
+    AdapterNotHeld,
     CorruptKV,
     ForwardFailed,
     InvalidCall,
@@ -34,6 +35,7 @@ call_of: "ContextVar[Named | None]" = ContextVar("call_of", default=None)
 
 STATUS_OF_ERROR: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (NoRoom, grpc.StatusCode.RESOURCE_EXHAUSTED),
+    (AdapterNotHeld, grpc.StatusCode.NOT_FOUND),
     (Stale, grpc.StatusCode.FAILED_PRECONDITION),
     (Aborted, grpc.StatusCode.ABORTED),
     (LeaseExpired, grpc.StatusCode.ABORTED),

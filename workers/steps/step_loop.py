@@ -134,6 +134,8 @@ class StepLoop:
             token_seconds=self.meter.token_seconds,
             prompt_tokens_per_second=self.prompt_rate,
             free_pages=self.engine.pages.free,
+            adapters=b"".join(one.digest for one in self.engine.adapters if not one.removed),
+            resident_adapters=b"".join(one.digest for one in self.engine.adapters if one.resident and not one.removed),
             stored_price=0.0 if most_bytes is None else min(self.engine.layout.token_bytes / max(most_bytes, 1), 1.0),
             prompt_tokens_per_second_beside_rows=self.scheduler.pace.prompt_rate(len(rows), positions) if rows else 0,
         )

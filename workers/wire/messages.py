@@ -40,6 +40,7 @@ def prompt_to_proto(prompt: PromptSpec) -> worker_pb2.PromptSpec:
         whole=prompt.whole,
         num_output=prompt.num_output,
         priority=prompt.priority,
+        adapter=prompt.adapter,
     )
 
 

@@ -29,12 +29,13 @@ class PromptSpec:
     """A prompt, and how its sequence is computed and kept."""
 
     token_ids: Int64Array  # [n], n at least 1; of a model with an encoder its tokens, padding, then the decoder's
-    salt: bytes = b""  # only prompts of the same salt share prefixes
+    salt: bytes = b""  # only prompts of the same salt share prefixes; a worker's has the adapter in it: adapter_salt()
     encoder: EncoderPrompt = NO_ENCODER  # what token_ids begin with
     sliding: SlidingWindow | None = None  # how the sequence slides behind the prompt
     whole: bool = False  # no prefix is matched
     num_output: int = 0  # tokens at its end that an earlier placement of the request has put out
     priority: int = 0  # of the request: a lower number is served first
+    adapter: bytes = b""  # digest of the LoRA adapter that computes it; empty: none does
 
     def __len__(self) -> int:
         return self.token_ids.size

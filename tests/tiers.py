@@ -123,6 +123,7 @@ NOT_UNIT = (
     "tests/workers/runner/test_steps_with_rules.py",
     "tests/workers/sampling/test_sampling.py",
     "tests/workers/sampling/test_triton_sampling.py",
+    "tests/workers/adapters/test_served_adapters.py",
     "tests/workers/service/test_bad_calls.py",
     "tests/workers/service/test_captured_sides.py",
     "tests/workers/service/test_draining_writes.py",

@@ -23,6 +23,7 @@ from tandem.transfer.factory import create_transport
 from tandem.transfer.membership import TransportConfig
 from tandem.transfer.recall import mailbox_rows
 from tandem.transfer.transport import Transport
+from tandem.workers.adapters.adapters import Adapters, adapters_of
 from tandem.workers.checkpoint.tokenizer_files import end_tokens
 from tandem.workers.config import LoopSettings, WorkerConfig
 from tandem.workers.decode.kernel_threads import KernelThreads, threads_of
@@ -85,6 +86,7 @@ class Worker:
         self._opened: Transport | None = None
         self._events = EventLoopThread("grpc")
         self._cache: PagedKVCache | None = None
+        self._adapters: Adapters | None = None
         self._loop: StepLoop | None = None
         self._step_thread: StepThread | None = None
         self._grammars: Grammars | None = None
@@ -110,8 +112,9 @@ class Worker:
         def progress(loaded: int, total: int) -> None:
             self.loaded_bytes, self.total_bytes = before[0] + loaded, before[1] + total
 
-        where = {"device": config.device, "ranks": self._ranks.ranks}
+        where = {"device": config.device, "ranks": self._ranks.ranks, "adapters": config.adapters}
         target = load_decoder(folder, self.model_config, load_format=config.load_format, report=progress, **where)
+        self._adapted = target.adapted
         before = self.loaded_bytes, self.total_bytes
         self._model: Model = target
         if self._drafter_config is not None:
@@ -264,6 +267,9 @@ class Worker:
             self._recorder.close()
             self._recorder = None
         self._ranks.leave()
+        if self._adapters is not None:
+            self._adapters.close()
+            self._adapters = None
         if self._grammars is not None:
             self._grammars.close()
             self._grammars = None
@@ -342,19 +348,21 @@ class Worker:
     def assemble(self, watch: Watch | None = None, recorder: Recorder | None = None) -> Engine:
         """Between join() and leave(): the engine, over a new cache. A rank that follows begins to follow. watch: gives
         what the cache writes through. recorder: writes down what the engine does."""
-        counted = self.config, self.largest_layout, self._num_pages
+        config = self.config
+        counted = config, self.largest_layout, self._num_pages
         cache = self._cache = make_cache(
             self.model_config,
             self._layout,
             self._transport.pools,
-            max_sequences=self.config.max_sequences * 2,
-            max_length=self.config.max_model_len,
+            max_sequences=config.max_sequences * 2,
+            max_length=config.max_model_len,
             writer=self._meter if watch is None else watch(self._meter),
             drafter=self._drafter_config,
             snapshots=snapshot_rule(*counted),
         )
         keep_on_host(cache, *counted, self._transport.pools, self._ranks.ranks, sharing=self._sharing)
-        parts = cache, ModelRunner(self._model, cache), self._transport
+        adapters = self._adapters = adapters_of(config, self.model_config, self._adapted)
+        parts = cache, ModelRunner(self._model, cache, adapters), self._transport
         with_ranks = self._ranks.engine(*parts, recorder)
         if self._ranks.follower is not None:
             self._step_thread = StepThread(self._ranks.follower, "step")

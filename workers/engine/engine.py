@@ -13,8 +13,8 @@ from tandem.cache.plan.position_map import PositionMap
 from tandem.transfer.completion import pack_payload
 from tandem.transfer.recall import Recall, RecallDesk, RecallInbox
 from tandem.transfer.transport import Fence, Transport
-from tandem.workers.adapters.held_adapter import HeldAdapter
 from tandem.workers.engine.actions import action, actions_of
+from tandem.workers.engine.adapter_actions import AdapterActions
 from tandem.workers.engine.admission import Admission
 from tandem.workers.engine.capabilities import Capabilities
 from tandem.workers.engine.captures import Captures
@@ -34,7 +34,7 @@ from tandem.workers.sampling.sampling_params import SlidingWindow
 from tandem.workers.scheduling.batch import DecodeStep
 
 
-class Engine(StoreCalls):
+class Engine(StoreCalls, AdapterActions):
     """Owns the cache, the runner and this PE's end of the transport. Owned by the step thread (decision 0127).
 
     - Actions change what the engine holds. The same actions, in the same order, give the same page ids.
@@ -49,7 +49,7 @@ class Engine(StoreCalls):
         """shared: the collectives of the worker's ranks."""
         self._cache = cache
         self._shared = shared
-        self._runner = runner
+        self._runner, self._adapters = runner, runner.adapters
         self._transport = transport
         self._recalls, self._recalled = RecallDesk(transport), RecallInbox(transport)
         self._launches = Launches(runner)
@@ -84,18 +84,21 @@ class Engine(StoreCalls):
     def admit(self, sequence: int, asked: Admission) -> int:
         """Adds a sequence and reserves room for it. Returns how many tokens of its prompt are cached.
 
-        Raises OutOfPages, OutOfSequences, or InvalidArgument for a window. On an error the sequence is not added.
+        Raises OutOfPages, OutOfSequences, AdapterNotHeld, or InvalidArgument for a window. On an error the sequence is
+        not added.
         """
         cache = self._cache
         prompt = asked.prompt
         cache.add_sequence(sequence, prompt.encoder.length)
         try:
+            self._take_adapter(sequence, prompt.adapter)
             most = asked.most_bytes
             matched = cache.match_prefix(sequence, prompt.token_ids, prompt.salt, most) if asked.shares else 0
             if asked.slides and prompt.sliding is not None:
                 cache.enable_sliding_window(sequence, prompt.sliding.window, prompt.sliding.sinks)
             cache.reserve(sequence, asked.num_tokens, asked.longest_append)
         except BaseException:
+            self._release_adapter(sequence)
             cache.remove_sequence(sequence)
             raise
         return matched
@@ -135,6 +138,7 @@ class Engine(StoreCalls):
     def free(self, sequence: int) -> tuple[Int32Array, ...]:
         """Removes a sequence. Its pages are free at once, or after received() while a peer may write. Idempotent.
         Returns the pages that it held, of each group; a record compares them."""
+        self._release_adapter(sequence)
         return self._cache.remove_sequence(sequence)
 
     # Actions: parking
@@ -143,16 +147,19 @@ class Engine(StoreCalls):
     def park(self, sequence: int) -> None:
         """See PagedKVCache.park. The sequence gives its pages up with free(), once the device is past the copies."""
         self._cache.park(sequence)
+        self._park_adapter(sequence)
 
     @action
     def resume(self, sequence: int, num_tokens: int, longest_append: int) -> tuple[Int32Array, ...]:
         """See PagedKVCache.resume. Raises OutOfPages or OutOfSequences, and then the sequence stays parked."""
-        return self._cache.resume(sequence, num_tokens, longest_append)
+        with self._adapter_of_parked(sequence):
+            return self._cache.resume(sequence, num_tokens, longest_append)
 
     @action
     def forget(self, sequence: int) -> None:
         """A parked sequence does not come back. Idempotent."""
         self._cache.drop_parked(sequence)
+        self._forget_adapter(sequence)
 
     # Actions: forwards
 
@@ -275,11 +282,14 @@ class Engine(StoreCalls):
         most, looks_up = (0, False) if following is None else (following.num_sequences, following.looks_up)
         return Capabilities(runner.overlaps, runner.drafts is not None, most, looks_up, self._sizes)
 
-    def takes(self, num_sequences: int, num_tokens: int, rows: Sequence[int] = ()) -> bool:
+    def takes(
+        self, num_sequences: int, num_tokens: int, rows: Sequence[int] = (), adapters: Sequence[bytes] = ()
+    ) -> bool:
         """Whether one launch computes these rows and num_tokens prompt tokens. Without rows: whether a graph computes
-        the prompts, which cannot push KV."""
+        the prompts, which cannot push KV. adapters: of the prompts."""
         if len(rows):
-            return self._runner.takes_prompts(rows, num_sequences, num_tokens)
+            graphs = self._runner.overlaps and any(adapters)
+            return not graphs and self._runner.takes_prompts(rows, num_sequences, num_tokens)
         return self._runner.has_prompt_graph(num_sequences, num_tokens)
 
     def room(self, num_tokens: int, longest_append: int, encoder_len: int = 0) -> Room:
@@ -311,11 +321,6 @@ class Engine(StoreCalls):
     def lets_go(self) -> bool:
         """Whether the forward in flight may still use pages that are free: of windows, sliding sequences, snapshots."""
         return self.layout.drops_past or self.layout.recurs or self._cache.any_slides()
-
-    @property
-    def adapters(self) -> tuple[HeldAdapter, ...]:
-        """LoRA adapters that the worker holds, the oldest first."""
-        return ()
 
     @property
     def prefix_position(self) -> int:

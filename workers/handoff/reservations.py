@@ -51,7 +51,8 @@ class Reservations:
     ends. No lease and no timeout frees them.
 
     Workers that prefill for each other must not wait for each other's pages in a circle. So reservations for writers of
-    a higher PE leave room for one prompt of the greatest length. Then a worker's prompts never wait for a higher PE.
+    a higher PE leave room for one prompt of the greatest length, and a slot for its adapter. Then a worker's prompts
+    never wait for a higher PE.
     """
 
     def __init__(
@@ -132,6 +133,8 @@ class Reservations:
             )
         if self._num_taken >= self._max_sequences:
             raise NoRoom(f"all {self._max_sequences} sequences of this worker are taken")
+        if not self._engine.has_slot(prompt.adapter, spare=int(writer_pe > self._engine.peers.pe)):
+            raise NoRoom("other sequences use all slots for adapters (adapters.max_resident)")
         reach = self.room.first_reach(prompt, max_tokens, local=local)
         request = self._reserve(request_id, prompt, max_tokens, reach, writer_pe)
         self._counters.reservations += 1
@@ -314,7 +317,8 @@ class Reservations:
         """Whether a parked request can go on now."""
         reach = self.room.first_reach(request.prompt, request.max_tokens, len(request.output))
         fits = self._engine.room(*reach, request.prompt.encoder.length).fits
-        return fits and self._num_taken < self._max_sequences
+        has_slot = self._engine.has_slot(request.prompt.adapter)
+        return fits and has_slot and self._num_taken < self._max_sequences
 
     @property
     def _num_taken(self) -> int:

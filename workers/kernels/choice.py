@@ -6,6 +6,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from tandem.workers.kernels.adapter_linear import AdapterKernels
 from tandem.workers.kernels.base import (
     DeltaKernels,
     DraftKernels,
@@ -24,6 +25,7 @@ from tandem.workers.kernels.packed_linear import PackedKernels
 from tandem.workers.kernels.skinny_gemm.packed import load_packed_gemms
 from tandem.workers.kernels.skinny_gemm.resident import ResidentGemms, ResidentShape, load_resident_gemms
 from tandem.workers.kernels.skinny_gemm.streamed import StreamedGemm, load_streamed_gemms
+from tandem.workers.kernels.torch.adapters import TorchAdapters
 from tandem.workers.kernels.torch.delta import TorchDelta
 from tandem.workers.kernels.torch.drafts import TorchDraftKernels
 from tandem.workers.kernels.torch.hyper import TorchHyperKernels
@@ -51,6 +53,15 @@ def choose_delta_kernels(device: torch.device, dtype: torch.dtype) -> DeltaKerne
     from tandem.workers.kernels.triton.delta import TritonDelta  # triton may be missing elsewhere
 
     return TritonDelta()
+
+
+def choose_adapter_kernels(device: torch.device) -> AdapterKernels:
+    """Triton's on a GPU, else torch's."""
+    if device.type != "cuda":
+        return TorchAdapters()
+    from tandem.workers.kernels.triton.adapters import TritonAdapters  # triton may be missing elsewhere
+
+    return TritonAdapters()
 
 
 def native_layer_kernels(device: torch.device, dtype: torch.dtype) -> NativeLayerKernels | None:

@@ -28,6 +28,7 @@ from tandem.workers.models.parameters import DecoderParameters, LayerNorms, Laye
 from tandem.workers.models.small_batch_decoder import SmallBatchDecoder
 from tandem.workers.models.weight_names import is_norm, named_weights
 from tandem.workers.ranks.ranks import ALONE, Ranks, prepare_summed
+from tandem.workers.weights.adapted import AdapterRows
 from tandem.workers.weights.weight import Projection
 
 
@@ -97,6 +98,8 @@ class DenseDecoder:
                 f"of {ranks.size}, is accepted"
             )
         self.config, self.ranks = config, ranks
+        self.adapted = parameters.adapted
+        self._adapter_rows = AdapterRows() if self.adapted is None else self.adapted.rows
         self._kernels = kernels or choose_layer_kernels(parameters.embedding.device, config.dtype)
         self._embedding = parameters.embedding
         self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=config.dtype))  # transformers rounds
@@ -139,8 +142,8 @@ class DenseDecoder:
         token_ids: int64 [T], the new tokens of all sequences of the batch one after another. last_rows None: all T.
         """
         x = self.embed(token_ids)
-        if self._small_batch_decoder is not None and last_rows is None:
-            found = self._small_batch_decoder.forward(x, cached)
+        if (small := self._small_batches) is not None and last_rows is None:
+            found = small.forward(x, cached)
             if found is not None:
                 return self._cap(found[0])
         return self.logits(self._hidden(token_ids, x, cached, last_rows))
@@ -161,12 +164,17 @@ class DenseDecoder:
 
     def tapped_step(self, token_ids: Tensor, cached: CachedAttention, taps: Sequence[int]) -> tuple[Tensor, Tensor]:
         """forward() of a step, and what the layers `taps`, not the first, take: see tapped()."""
-        if self._small_batch_decoder is not None:
-            found = self._small_batch_decoder.forward(self.embed(token_ids), cached, taps)
+        if (small := self._small_batches) is not None:
+            found = small.forward(self.embed(token_ids), cached, taps)
             if found is not None and found[1] is not None:
                 return self._cap(found[0]), found[1]
         hidden, features = self.tapped(token_ids, cached, None, taps)
         return self.logits(hidden), features
+
+    @property
+    def _small_batches(self) -> SmallBatchDecoder | None:
+        """None also where the next forward has adapters, which its kernels do not add."""
+        return self._small_batch_decoder if self._adapter_rows.slots is None else None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [n, vocab_size] behind hidden [n, hidden_size], as forward() gives them."""
@@ -201,6 +209,7 @@ class DenseDecoder:
                     project, behind = layer.cross.o, layer.cross.behind
                 if last_rows is not None and index == last:  # from here on only last_rows matter
                     x, o = x.index_select(0, last_rows), o.index_select(0, last_rows)
+                    self._adapter_rows.keep(last_rows)
                     inputs = None if inputs is None else inputs.index_select(0, last_rows)
                 delta = self._norm_if(project.linear(o), behind)
             if layer.feed_forward is not None:

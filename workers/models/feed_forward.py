@@ -47,7 +47,7 @@ class GatedFeedForward:
         return self._gated_gemm, self._down.streamed_gemm
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._gated_gemm is not None and self._gated_gemm.takes(x):
+        if self._gated_gemm is not None and self._gated_gemm.takes(x) and not self._gate_up.is_adapted:
             return self._multiply_down(self._gated_gemm(x))
         return self._multiply_down(self._activate(self._gate_up.linear(x)))
 

@@ -18,6 +18,7 @@ from tandem.workers.models.indexer.fields import IndexConfig
 from tandem.workers.models.latent import LatentConfig
 from tandem.workers.models.moe import MoeConfig
 from tandem.workers.models.recurrent.parameters import RecurrentParameters, allocate_recurrent
+from tandem.workers.weights.adapted import AdaptedWeights
 from tandem.workers.weights.allocator import ALL_DENSE, Allocator, Forms
 from tandem.workers.weights.weight import Weight, WeightStack
 
@@ -162,6 +163,7 @@ class DecoderParameters:
     per_layer: PerLayerTables | None = None
     hyper_head: HyperParameters | None = None
     encoder: "DecoderParameters | None" = None  # whose lm_head is its embedding
+    adapted: AdaptedWeights | None = None  # None: no adapter changes a product
 
 
 def allocate_parameters(config: ModelConfig, device: torch.device, forms: Forms = ALL_DENSE) -> DecoderParameters:

@@ -21,6 +21,8 @@ from tandem.workers.checkpoint.fields import SHOWN, Fields
 from tandem.workers.checkpoint.files import MAX_NAME, is_file_name, is_there
 from tandem.workers.checkpoint.safetensors_file import STORED_DTYPES, SafetensorsFile, new_staging
 from tandem.workers.checkpoint.stored import Plain, StoredWeight, WeightPart
+from tandem.workers.config import AdapterSettings
+from tandem.workers.models.blocks.adapted_products import adapt
 from tandem.workers.models.compressed.decoder import HyperDecoder
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.decoder import DenseDecoder
@@ -44,6 +46,7 @@ EXPERT = re.compile(r"\.experts\.(\d+)\.")
 READERS = 8  # threads: one copies from the page cache at a fraction of what memory, and a GPU's link, can take
 
 META = torch.device("meta")
+NO_ADAPTERS = AdapterSettings()
 
 T = TypeVar("T")
 ReportBytes = Callable[[int, int], None]
@@ -58,10 +61,14 @@ def load_decoder(
     device: torch.device | str = "cpu",
     report: ReportBytes | None = None,
     ranks: Ranks = ALONE,
+    adapters: AdapterSettings = NO_ADAPTERS,
 ) -> DenseDecoder:
-    """A decoder with the parameters that load_parameters reads. ranks: those of the config's shard."""
+    """A decoder with the parameters that load_parameters reads. ranks: those of the config's shard. adapters: for which
+    it has slots. Raises UnsupportedFeature where adapters cannot change the model."""
     decoder = DenseDecoder if config.hyper is None else HyperDecoder
     parameters = load_parameters(folder, config, load_format=load_format, device=device, report=report)
+    if adapters.max_resident:
+        parameters = adapt(config, parameters, adapters.max_resident, adapters.max_rank)
     return decoder(config, parameters, ranks=ranks)
 
 
@@ -256,15 +263,17 @@ def _read(parts: Iterable[WeightPart], device: torch.device) -> Iterator[int]:
 def _stored(stack: ExitStack, folder: Path, config: ModelConfig) -> dict[str, StoredWeight]:
     """The weights of a checkpoint, whose files are open for as long as `stack` is."""
     files = [stack.enter_context(SafetensorsFile(path)) for path in weight_files(folder)]
-    prefix, stands_for = config.weight_prefix
     return {
-        _renamed(stands_for + name.removeprefix(prefix) if name.startswith(prefix) else name, config): weight
+        served_name(name, config): weight
         for name, weight in stored_weights(files, config.quantization).items()
         if not name.startswith(config.skipped_weights)
     }
 
 
-def _renamed(name: str, config: ModelConfig) -> str:
+def served_name(name: str, config: ModelConfig) -> str:
+    """How named_weights() calls a tensor of the checkpoint."""
+    prefix, stands_for = config.weight_prefix
+    name = stands_for + name.removeprefix(prefix) if name.startswith(prefix) else name
     for pattern, stands_for in config.weight_renames:
         name = re.sub(pattern, stands_for, name)
     return name

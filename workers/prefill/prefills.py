@@ -264,8 +264,9 @@ class Prefills:
         return position_map
 
     def _has_room(self, request: Prompt) -> bool:
-        """Whether there are pages for a prompt; a speculative one gives way."""
-        while not self._engine.room(request.num_tokens, self._max_batch_tokens, request.spec.encoder.length).fits:
+        """Whether there are pages for a prompt, and a slot for its adapter; a speculative one gives way."""
+        needed = request.num_tokens, self._max_batch_tokens, request.spec.encoder.length
+        while not (self._engine.room(*needed).fits and self._engine.has_slot(request.spec.adapter)):
             if not self._speculative.drop():
                 return False
         return True

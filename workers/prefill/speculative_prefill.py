@@ -63,7 +63,8 @@ class SpeculativePrefill:
         computed once it has its reservation.
         """
         engine, size = self._engine, len(spec)
-        if self._prompt is not None or not engine.room(size, self._max_batch_tokens, spec.encoder.length).fits:
+        fits = engine.room(size, self._max_batch_tokens, spec.encoder.length).fits and engine.has_slot(spec.adapter)
+        if self._prompt is not None or not fits:
             return None
         lease = Lease(self._lease_seconds, self._clock)
         prompt = self._prompt = SpeculativePrompt(request_id, self._ids.take(), spec, lease)

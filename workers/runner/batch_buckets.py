@@ -1,8 +1,10 @@
 """The sizes of forwards that are captured: one runs in the least that holds it, filled up with padding."""
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
+
+from tandem.cache.kernels.base import Limits
 
 LEAST_TO_SHARE = 16  # rows; for fewer, sharing takes long prefixes to pay for its launches
 STEP = 8  # rows, the least that a tensor core's tile adds
@@ -39,6 +41,14 @@ def prompt_sizes(limit: int, hidden_size: int) -> list[int]:
         octave = 1 << (sizes[-1].bit_length() - 1)
         sizes.append(sizes[-1] + max(32, octave // 4))
     return sizes
+
+
+def step_limits(max_sequences: int, num_heads: int, num_inputs: int) -> Iterator[list[Limits]]:
+    """Of steps: plain ones, those whose rows share prefixes, those with sequences that slide. See Limits.of_step."""
+    yield [Limits.of_step(size, num_heads, num_inputs) for size in bucket_sizes(max_sequences)]
+    yield [Limits.of_step(size, num_heads, num_inputs, sharing=True) for size in sharing_sizes(max_sequences)]
+    sliding = [size for size in SLIDING_ROWS if size <= max_sequences]
+    yield [Limits.of_step(size, num_heads, num_inputs, sliding=True) for size in sliding]
 
 
 def verify_sizes(limit: int) -> list[int]:

@@ -13,6 +13,7 @@ from tandem.cache.attention.graph_buffers import GraphBuffers
 from tandem.cache.kernels.upload import upload
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int32Array, Int64Array
+from tandem.workers.adapters.adapted_rows import AdaptedRows
 from tandem.workers.kernels.choice import choose_sampler
 from tandem.workers.models.decoder import Decoder
 from tandem.workers.runner.batch_buckets import MIXED_ROWS, MIXED_TOKENS
@@ -23,6 +24,7 @@ from tandem.workers.runner.mixed_graphs import MixedGraphs
 from tandem.workers.runner.next_drafts import NextDrafts
 from tandem.workers.runner.step_graphs import StepGraphs
 from tandem.workers.runner.step_inputs import (
+    NUM_INPUTS,
     ON_HOST,
     StepInputs,
     pack_inputs,
@@ -56,14 +58,17 @@ class DecodeGraphs:
         sliding: Sequence[GraphBuffers] = (),
         next_drafts: NextDrafts | None = None,
         target: Decoder | None = None,
+        adapted: AdaptedRows | None = None,
     ) -> None:
         """plain, sharing, sliding: PagedKVCache.graph_buffers of steps with NUM_INPUTS, in ascending order. Captures a
         graph for each. next_drafts: of verify steps that may follow one another. target: of a model that drafts, too,
-        for steps without the drafter; those have graphs of their own."""
+        for steps without the drafter; those have graphs of their own. adapted: of rows with adapters, for which there
+        are graphs of their own, too; buffers then have so many inputs more."""
         self._model = model
         self._cache = cache
         self._processor = processor
         self._next_drafts = next_drafts
+        self._adapted = adapted = adapted or AdaptedRows(None, model.device)
         largest = plain[-1].size
         self._sampler = choose_sampler(largest, model.device)
         self._posts = PostBox(largest, model.device)
@@ -76,6 +81,10 @@ class DecodeGraphs:
         self._of_target = None
         if target is not None:
             self._of_target = StepGraphs(cache, partial(self._compute, target), capture, *buffers)
+        self._of_adapted = None
+        if adapted.serves:
+            self._of_adapted = StepGraphs(cache, partial(self._compute, model, adapts=True), capture, *buffers)
+            adapted.use(None)
 
     @property
     def largest(self) -> int:
@@ -84,8 +93,11 @@ class DecodeGraphs:
 
     def foresee(self, sequence_ids: tuple[int, ...], sampling: SampleBatch, positions: Int64Array) -> None:
         """See ModelRunner.foresee."""
+        if self._adapted.any(sequence_ids):
+            self._foreseen = None
+            return
         (_, buffers), tokens = self._graphs.choose(sequence_ids, len(sequence_ids)), np.zeros_like(positions)
-        inputs = pack_inputs(tokens, tokens, 0, sampling, positions)
+        inputs = [*pack_inputs(tokens, tokens, 0, sampling, positions), *self._adapted.inputs(sequence_ids, None)]
         forward = self._cache.foresee(buffers, sequence_ids, inputs)
         self._foreseen = forward if (sampling.num_logprobs == NO_LOGPROBS).all() else None
 
@@ -125,8 +137,11 @@ class DecodeGraphs:
         self._foreseen = None  # its buffers are filled with something else
         ticket = self._posts.next_ticket()
         inputs = pack_inputs(tokens, sources, ticket, sampling, None if follows else positions)
+        inputs += self._adapted.inputs(sequence_ids, appends)
         slides = self._cache.any_slides(sequence_ids)
         of = self._of_target if alone and self._of_target is not None else self._graphs
+        if self._of_adapted is not None and self._adapted.any(sequence_ids):
+            of = self._of_adapted
         if not of.takes(rows, slides=slides):
             return self._pending(ticket, self._step_eagerly(sequence_ids, inputs), sampling, positions)
         graphs, buffers = of.choose(sequence_ids, rows, slides=slides)
@@ -145,7 +160,8 @@ class DecodeGraphs:
     def _step_eagerly(self, sequence_ids: Sequence[int] | Int64Array, inputs: Sequence[Int64Array]) -> Tensor:
         """As a graph does it, for more rows, of which one slides, than a graph has."""
         forward = self._cache.begin(Batch(sequence_ids))
-        tokens, sources, tickets, parameters = unpack_inputs(upload(inputs, self._last.device))
+        self._adapted.begin(forward)
+        tokens, sources, tickets, parameters = unpack_inputs(upload(inputs[:NUM_INPUTS], self._last.device))
         rows = tokens.shape[0]
         ids = self._sampler.inputs(tokens, sources, self._last)
         logits = self._model.forward(ids, forward.attention, None)
@@ -189,6 +205,7 @@ class DecodeGraphs:
         step_buffers, prompt_buffers = self._mixed.choose(rows, token_ids.size)
         ticket = self._posts.next_ticket()
         packed = pack_inputs(inputs.tokens, inputs.sources, ticket, inputs.sampling, inputs.positions)
+        packed += self._adapted.inputs(sequence_ids, None)
         chunks = self._cache.begin(prompts, prompt_buffers, [token_ids, last_rows])
         step = self._cache.begin(Batch(sequence_ids), step_buffers, packed)
         logits = self._mixed.replay(step_buffers, prompt_buffers)
@@ -203,7 +220,7 @@ class DecodeGraphs:
         """side: see MixedAttention."""
         num_rows, (prompt_ids, last_rows) = buffers.size, prompts.inputs
         attention = MixedAttention(buffers.attention(by_layers=True), prompts.attention(), num_rows, side)
-        tokens, sources, tickets, parameters = unpack_inputs(buffers.inputs)
+        tokens, sources, tickets, parameters = unpack_inputs(buffers.inputs[:NUM_INPUTS])
         ids = torch.cat((self._sampler.inputs(tokens, sources, self._last), prompt_ids))
         wanted = torch.cat((torch.arange(num_rows, device=ids.device), last_rows + num_rows))
         logits = self._model.forward(ids, attention, wanted)
@@ -242,10 +259,12 @@ class DecodeGraphs:
         self._sampler.sample(processed.logits, parameters, self._last, tickets, self._posts.words)
         self._processor.count(processed, self._last)
 
-    def _compute(self, model: Decoder, buffers: GraphBuffers) -> Tensor:
+    def _compute(self, model: Decoder, buffers: GraphBuffers, *, adapts: bool = False) -> Tensor:
+        """adapts: whether rows may have adapters."""
         drafts = self._next_drafts
         attention = buffers.attention(shift=None if drafts is None else partial(drafts.follow, buffers))
-        tokens, sources, tickets, parameters = unpack_inputs(buffers.inputs)
+        tokens, sources, tickets, parameters = unpack_inputs(buffers.inputs[:NUM_INPUTS])
+        self._adapted.use(buffers.inputs[NUM_INPUTS] if adapts else None)
         inputs = self._sampler.inputs(tokens, sources, self._last)
         logits = model.forward(inputs, attention, None)
         self._sampler.sample(logits, parameters, self._last[: buffers.size], tickets, self._posts.words)

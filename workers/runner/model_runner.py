@@ -13,14 +13,15 @@ from tandem.cache.kernels.base import Limits
 from tandem.cache.kernels.upload import upload
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int32Array, Int64Array
+from tandem.workers.adapters.adapted_rows import AdaptedRows
+from tandem.workers.adapters.adapters import Adapters
 from tandem.workers.models.drafters.load import Model
 from tandem.workers.runner.batch_buckets import (
     MOST_PROMPTS,
-    SLIDING_ROWS,
     GraphSizes,
     bucket_sizes,
     prompt_sizes,
-    sharing_sizes,
+    step_limits,
     verify_sizes,
 )
 from tandem.workers.runner.decode_graphs import DecodeGraphs
@@ -47,8 +48,9 @@ class ModelRunner:
     that was captured for these buffers is replayed; the cache commits it.
     """
 
-    def __init__(self, model: Model, cache: PagedKVCache) -> None:
+    def __init__(self, model: Model, cache: PagedKVCache, adapters: Adapters | None = None) -> None:
         self._model = model
+        self.adapters, self._adapted = adapters, AdaptedRows(adapters, model.device)
         self._cache = cache
         self._processor = LogitsProcessor(model.device)
         self._eager_sampler = EagerSampler(model.device, self._processor)
@@ -80,19 +82,11 @@ class ModelRunner:
         """From now on step() replays CUDA graphs of up to max_sequences rows, where device, kernels and model can."""
         if capture is None and self._model.device.type != "cuda":
             return
-        heads = self._model.config.num_heads
-        kinds: list[tuple[list[int], dict[str, bool]]] = [
-            (bucket_sizes(max_sequences), {}),
-            (sharing_sizes(max_sequences), {"sharing": True}),
-            ([size for size in SLIDING_ROWS if size <= max_sequences], {"sliding": True}),
-        ]
-        plain, sharing, sliding = (
-            self._cache.graph_buffers([Limits.of_step(size, heads, NUM_INPUTS, **kind) for size in sizes])
-            for sizes, kind in kinds
-        )
+        heads, inputs = self._model.config.num_heads, NUM_INPUTS + self._adapted.num_inputs
+        plain, sharing, sliding = map(self._cache.graph_buffers, step_limits(max_sequences, heads, inputs))
         if plain:
             capture = capture or GraphCapture()
-            rest = capture, self._processor, sliding, None, self._model.target
+            rest = capture, self._processor, sliding, None, self._model.target, self._adapted
             self._graphs = DecodeGraphs(self._model, self._cache, plain, sharing, *rest)
 
     def capture_prompts(self, max_tokens: int, capture: Capture | None = None) -> None:
@@ -110,14 +104,14 @@ class ModelRunner:
         drafts that the device looks up itself, see NgramDrafter; 0: it does not, but a model may draft."""
         if capture is None and self._model.device.type != "cuda":
             return
-        heads = self._model.config.num_heads
+        heads, inputs = self._model.config.num_heads, NUM_INPUTS + self._adapted.num_inputs
         sizes = verify_sizes(max_tokens)
-        buffers = self._cache.graph_buffers([Limits.of_verification(size, heads, NUM_INPUTS) for size in sizes])
+        buffers = self._cache.graph_buffers([Limits.of_verification(size, heads, inputs) for size in sizes])
         if buffers:
             if (max_ngram or self.drafts is not None) and buffers[0].shifts_rows:
                 length, device = self._cache.max_sequence_length, self._model.device
                 self.next_drafts = NextDrafts(max_tokens - 1, length, max_ngram, device)  # one row has a draft
-            graphs = capture or GraphCapture(), self._processor, (), self.next_drafts
+            graphs = capture or GraphCapture(), self._processor, (), self.next_drafts, None, self._adapted
             self._verify_graphs = DecodeGraphs(self._model, self._cache, buffers, (), *graphs)
 
     def capture_drafts(self, max_sequences: int, most: int, capture: Capture | None = None) -> None:
@@ -273,6 +267,7 @@ class ModelRunner:
         if begin is None or not last_rows.size or self._prompt_buffers(batch, token_ids, last_rows) is not None:
             return self.launch(batch, token_ids, last_rows), None
         forward = cache.begin(batch)
+        self._adapted.begin(forward)
         ids, rows = upload([token_ids, last_rows], model.device)
         logits, follow = begin(ids, forward.attention, rows)
         return logits, LeftOfPrompts(cache, forward, follow)
@@ -290,6 +285,7 @@ class ModelRunner:
         forward = self._cache.begin(Batch(prompts.sequence_ids, appends, prompts.lengths, push=push))
         arrays = [np.concatenate(prompts.chunks), np.concatenate((*rows, last_rows))]
         ids, all_rows, *targets = upload([*arrays, *(one.targets for one in wanted)], self._model.device)
+        self._adapted.begin(forward)
         hidden = self._model.hidden(ids, forward.attention, all_rows)
         self._cache.commit(forward)
         parts = hidden.split([*(len(one) for one in rows), len(last_rows)])
@@ -320,11 +316,14 @@ class ModelRunner:
         return GraphSizes(self._graphs is None or bool(chunks), rows, chunks, prompts)
 
     def takes_prompts(self, sequence_ids: Sequence[int], num_sequences: int, num_tokens: int) -> bool:
-        """Whether step_with_prompts() can compute a step of these rows beside so many tokens of prompts."""
-        if self._graphs is None:
+        """Whether step_with_prompts() can compute a step of these rows beside so many tokens of prompts, which have no
+        adapters where graphs compute steps."""
+        graphs = self._graphs
+        if graphs is None:
             return True
-        rows = len(sequence_ids)
-        return self._graphs.takes_prompts(rows, num_sequences, num_tokens) and not self._cache.any_slides(sequence_ids)
+        if self._adapted.any(sequence_ids) or self._cache.any_slides(sequence_ids):
+            return False
+        return graphs.takes_prompts(len(sequence_ids), num_sequences, num_tokens)
 
     def step_with_prompts(
         self, sequence_ids: Sequence[int], inputs: StepInputs, prompts: PromptChunks
@@ -371,6 +370,8 @@ class ModelRunner:
         graphs = self._prompt_graphs
         if graphs is None or last_rows is None or batch.push or batch.token_tree_parents is not None:
             return None
+        if self._adapted.any(batch.seq_ids):  # no graph of prompts adds what adapters do
+            return None
         rows = max(len(batch.seq_ids), last_rows.size)
         return graphs.choose(token_ids.size) if graphs.takes(rows, token_ids.size) else None
 
@@ -383,6 +384,7 @@ class ModelRunner:
         """launch() of what the cache has begun without buffers, which the caller commits."""
         arrays = [token_ids] if last_rows is None else [token_ids, last_rows]
         ids, *rows = upload(arrays, self._model.device)
+        self._adapted.begin(forward)
         return self._model.forward(ids, forward.attention, rows[0] if rows else None)
 
     def sample_async(

@@ -1,39 +1,99 @@
 """The calls that load LoRA adapters into a worker and remove them, and the check that it holds a request's."""
 
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
 from tandem.proto import inference_pb2, worker_pb2
-from tandem.workers.adapters.held_adapter import HeldAdapter
+from tandem.workers.adapters.peft_folder import Found
 from tandem.workers.config import AdapterSettings
 from tandem.workers.engine.engine import Engine
-from tandem.workers.errors import AdapterNotHeld, InvalidCall
+from tandem.workers.errors import AdapterNotHeld, BadAdapter, InvalidCall
+from tandem.workers.event_loop import unwatched
 from tandem.workers.service.call_checks import check_digest
 from tandem.workers.wire.prompt_spec import PromptSpec
 
+T = TypeVar("T")
+OnStepThread = Callable[[Callable[[], T]], Awaitable[T]]
 MAX_NAME, MAX_PATH = 256, 4096  # characters
 
 
-def check_load(request: worker_pb2.LoadAdapterRequest, settings: AdapterSettings) -> None:
-    """Raises InvalidCall for a call that cannot be right."""
-    for field, text, most in (("name", request.name, MAX_NAME), ("path", request.path, MAX_PATH)):
-        if not 1 <= len(text) <= most:
-            raise InvalidCall(f"{field} has {len(text)} characters; 1 … {most} are accepted")
-    if request.digest:
+class AdapterLoads:
+    """Of one worker. Folders are read beside its steps."""
+
+    def __init__(
+        self, engine: Engine, settings: AdapterSettings, call: Callable[[Callable[[], object]], object]
+    ) -> None:
+        """call: has something done on the step thread, which owns the engine."""
+        self._engine, self._settings, self._call = engine, settings, call
+        self._number = 0
+
+    async def load(
+        self, request: worker_pb2.LoadAdapterRequest, on_step_thread: OnStepThread
+    ) -> worker_pb2.LoadedAdapter:
+        """on_step_thread: its result or its error. Raises InvalidCall, BadAdapter and NoRoom."""
+        self._check(request)
+        self._number = number = self._number + 1
+        engine = self._engine
+
+        def begin() -> "Future[Found]":
+            engine.read_adapter(number, request.name, request.path)
+            return engine.adapter_read(number)
+
+        def end() -> worker_pb2.LoadedAdapter:
+            engine.load_adapter(number, found.digest)
+            held = next(one for one in engine.adapters if one.digest == found.digest)
+            return worker_pb2.LoadedAdapter(digest=held.digest, rank=held.rank, bytes=held.bytes)
+
+        reading = await on_step_thread(begin)
+        try:
+            found = await asyncio.shield(unwatched(asyncio.wrap_future(reading)))
+            if request.digest not in (b"", found.digest):
+                raise BadAdapter(
+                    f"path {request.path} has the adapter {found.digest.hex()}; {request.digest.hex()} is accepted"
+                )
+        except BaseException:
+            self._call(lambda: engine.drop_adapter(number))
+            raise
+        return await on_step_thread(end)
+
+    async def remove(
+        self, request: worker_pb2.RemoveAdapterRequest, on_step_thread: OnStepThread
+    ) -> worker_pb2.RemoveAdapterResponse:
+        """Raises InvalidCall."""
         check_digest(request.digest, "digest")
-    if not settings.max_resident:
-        raise InvalidCall(f"path {request.path:.80}: adapters.max_resident is 0; 1 or more is accepted")
+
+        def remove() -> bool:
+            known = is_held(self._engine, request.digest)
+            if known:
+                self._engine.remove_adapter(request.digest)
+            return known
+
+        return worker_pb2.RemoveAdapterResponse(known=await on_step_thread(remove))
+
+    def _check(self, request: worker_pb2.LoadAdapterRequest) -> None:
+        for field, text, most in (("name", request.name, MAX_NAME), ("path", request.path, MAX_PATH)):
+            if not 1 <= len(text) <= most or "\0" in text:
+                raise InvalidCall(f"{field} has {len(text)} characters; 1 … {most} are accepted, none of them NUL")
+        if request.digest:
+            check_digest(request.digest, "digest")
+        if not self._settings.max_resident:
+            raise InvalidCall(f"path {request.path:.80}: adapters.max_resident is 0; 1 or more is accepted")
 
 
 def check_held(engine: Engine, prompt: PromptSpec) -> PromptSpec:
     """The prompt. Raises AdapterNotHeld where no new request may use its adapter here."""
-    if prompt.adapter and not is_held(engine.adapters, prompt.adapter):
+    if prompt.adapter and not is_held(engine, prompt.adapter):
         raise AdapterNotHeld(prompt.adapter)
     return prompt
 
 
-def is_held(adapters: tuple[HeldAdapter, ...], digest: bytes) -> bool:
+def is_held(engine: Engine, digest: bytes) -> bool:
     """Whether new requests may use the adapter."""
-    return any(one.digest == digest and not one.removed for one in adapters)
+    return any(one.digest == digest and not one.removed for one in engine.adapters)
 
 
-def adapter_infos(adapters: tuple[HeldAdapter, ...]) -> list[inference_pb2.AdapterInfo]:
+def adapter_infos(engine: Engine) -> list[inference_pb2.AdapterInfo]:
     """For a WorkerInfo."""
-    return [inference_pb2.AdapterInfo(**one._asdict()) for one in adapters]
+    return [inference_pb2.AdapterInfo(**one._asdict()) for one in engine.adapters]

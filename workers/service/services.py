@@ -17,7 +17,7 @@ from tandem.cache.operations.holdings import PageCounts
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from tandem.workers.config import Role, WorkerConfig
 from tandem.workers.engine.rank_progress import stalled_ranks
-from tandem.workers.errors import InvalidCall, NoRoom, StaleEpoch
+from tandem.workers.errors import InvalidCall, NoRoom, StaleEpoch, WorkerError
 from tandem.workers.event_loop import unwatched
 from tandem.workers.requests.feed import Feeds
 from tandem.workers.requests.first_token import FirstTokens
@@ -26,8 +26,8 @@ from tandem.workers.requests.prompt_logprob_streams import PromptLogprobStream, 
 from tandem.workers.requests.token_stream import Tokens, TokenStream
 from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.guided import Constraint, Grammars, InvalidGuide
-from tandem.workers.service.adapter_calls import adapter_infos, check_held, check_load, is_held
-from tandem.workers.service.call_checks import PromptCheck, check_digest, check_request_id, check_sampling
+from tandem.workers.service.adapter_calls import AdapterLoads, adapter_infos, check_held, is_held
+from tandem.workers.service.call_checks import PromptCheck, check_request_id, check_sampling
 from tandem.workers.service.rank_infos import rank_infos
 from tandem.workers.service.reports import Reports
 from tandem.workers.service.resident import resident_bytes
@@ -68,6 +68,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._feeds = Feeds()
         self._prompt_logprobs = PromptLogprobStreams()
         self._grammars = grammars
+        self._adapters = AdapterLoads(loop.engine, config.adapters, thread.call)
 
     async def _on_step_thread(self, context: Context, epoch: int, command: Callable[[], T]) -> T:
         def of_this_epoch() -> T:
@@ -122,7 +123,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 token_seconds=meter.token_seconds,
                 prompt_tokens_per_second=loop.prompt_rate,
                 ranks=rank_infos(loop.engine.ranks),
-                adapters=adapter_infos(loop.engine.adapters),
+                adapters=adapter_infos(loop.engine),
             )
         )
         return info
@@ -148,20 +149,18 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     # Adapters
 
     async def LoadAdapter(self, request: worker_pb2.LoadAdapterRequest, context: Context) -> worker_pb2.LoadedAdapter:
-        def check() -> worker_pb2.LoadedAdapter:
-            check_load(request, self._config.adapters)
-            raise InvalidCall(f"path {request.path:.80}: this version reads no adapters")
-
-        return await self._on_step_thread(context, request.epoch, check)
+        try:
+            return await self._adapters.load(request, partial(self._on_step_thread, context, request.epoch))
+        except WorkerError as error:
+            await refuse(context, error)
 
     async def RemoveAdapter(
         self, request: worker_pb2.RemoveAdapterRequest, context: Context
     ) -> worker_pb2.RemoveAdapterResponse:
-        def remove() -> worker_pb2.RemoveAdapterResponse:
-            check_digest(request.digest, "digest")
-            return worker_pb2.RemoveAdapterResponse(known=False)
-
-        return await self._on_step_thread(context, request.epoch, remove)
+        try:
+            return await self._adapters.remove(request, partial(self._on_step_thread, context, request.epoch))
+        except InvalidCall as error:
+            await refuse(context, error)
 
     async def _constraint(self, context: Context, sampling: inference_pb2.SamplingParams) -> Constraint | None:
         """Compiled beside the step thread; None for a request without."""
@@ -183,7 +182,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
         def announce(request: worker_pb2.AnnounceRequest) -> None:
             prompt = self._prompt(request)
-            if prompt.adapter and not is_held(self._loop.engine.adapters, prompt.adapter):
+            if prompt.adapter and not is_held(self._loop.engine, prompt.adapter):
                 return  # RemoteSend refuses it; the stream has other prompts, too
             future = prefills.speculate(request.request_id, prompt)
             if future is not None:

@@ -126,7 +126,7 @@ class StepLoop:
     def figures(self) -> worker_pb2.WorkerReport:
         """How busy this worker is, without its prefixes. On the step thread."""
         rows, positions = self.scheduler.rows, self.scheduler.rows.positions
-        most_bytes = self._most_bytes()
+        most_bytes, adapters = self._most_bytes(), [one for one in self.engine.adapters if not one.removed]
         return worker_pb2.WorkerReport(
             prompt_tokens=self.scheduler.num_prompt_tokens,
             rows=len(rows),
@@ -134,8 +134,8 @@ class StepLoop:
             token_seconds=self.meter.token_seconds,
             prompt_tokens_per_second=self.prompt_rate,
             free_pages=self.engine.pages.free,
-            adapters=b"".join(one.digest for one in self.engine.adapters if not one.removed),
-            resident_adapters=b"".join(one.digest for one in self.engine.adapters if one.resident and not one.removed),
+            adapters=b"".join(one.digest for one in adapters),
+            resident_adapters=b"".join(one.digest for one in adapters if one.resident),
             stored_price=0.0 if most_bytes is None else min(self.engine.layout.token_bytes / max(most_bytes, 1), 1.0),
             prompt_tokens_per_second_beside_rows=self.scheduler.pace.prompt_rate(len(rows), positions) if rows else 0,
         )

@@ -25,6 +25,11 @@ class Projection(Protocol):
         return self.linear(x)
 
     @property
+    def is_adapted(self) -> bool:
+        """Whether adapters add to the product in the forward that is launched next."""
+        return False
+
+    @property
     def streamed_gemm(self) -> StreamedGemm | None:
         """The kernel for the rows of a decode step, which a layer chains; None: there is none."""
         return None

@@ -1,0 +1,264 @@
+"""The LoRA adapters that a worker holds: in host memory, and as many as there are slots on the device.
+
+read()          load()            take()                   release()
+──────► reading ──────► in host memory ──────► resident, in use ──────► resident ──► another takes its slot
+                          ▲                                                │
+                          └────────────────────────────────────────────────┘
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tandem.cache.plan.arrays import Int64Array
+from tandem.cache.plan.errors import InvalidArgument, OutOfSequences
+from tandem.workers.adapters.held_adapter import HeldAdapter
+from tandem.workers.adapters.peft_folder import AdapterReader, Found
+from tandem.workers.config import WorkerConfig
+from tandem.workers.errors import AdapterNotHeld, NoRoom
+from tandem.workers.models.config import ModelConfig
+from tandem.workers.weights.adapted import AdaptedWeights, AdapterRows
+
+MOST_HELD = 4096
+NO_ADAPTER = -1
+
+
+class OutOfSlots(OutOfSequences):
+    """Sequences use the adapters of all slots; nothing was changed."""
+
+
+@dataclass(eq=False)
+class _Held:
+    name: str
+    found: Found
+    place: int  # in host memory
+    slot: int | None = None
+    users: int = 0  # sequences, parked ones included
+    removed: bool = False
+
+
+class Adapters:
+    """Owned by the step thread; folders are read in a thread of its own. The same calls, in the same order, give the
+    same slots.
+
+    A sequence uses the adapter of its prompt from take() to release(). A slot whose adapter no sequence uses may be
+    given to another adapter, the longest unused one first.
+    """
+
+    def __init__(self, config: ModelConfig, weights: AdaptedWeights, host_bytes: int) -> None:
+        """config: of the rank's shard. host_bytes: of host memory, of this rank alone."""
+        self._weights = weights
+        self._reader = AdapterReader(config, weights)
+        count, on_gpu = min(host_bytes // weights.slot_bytes, MOST_HELD), weights.memory.is_cuda
+        self._host = torch.empty(count, weights.memory.shape[1], dtype=weights.memory.dtype, pin_memory=on_gpu)
+        self._copies = torch.cuda.Stream(weights.memory.device) if on_gpu else None
+        self._arriving: dict[int, torch.cuda.Event] = {}  # slots that are being copied into
+        self._places = list(range(count))  # of host memory that are free, the next one last
+        self._thread = ThreadPoolExecutor(1, "adapters")
+        self._reading: dict[int, tuple[str, int, Future[Found]]] = {}  # by number: the name, the place
+        self._held: dict[bytes, _Held] = {}
+        self._slots: list[bytes | None] = [None] * weights.num_slots
+        self._unused = list(range(weights.num_slots))  # slots that no sequence uses, the longest unused one first
+        self._users: dict[int, bytes] = {}  # the adapter of each sequence, without those that are parked
+        self._parked: dict[int, bytes] = {}
+
+    @property
+    def rows(self) -> AdapterRows:
+        """By which the model's layers know the slots of a forward's rows."""
+        return self._weights.rows
+
+    # What is held
+
+    def read(self, number: int, name: str, path: str) -> None:
+        """Begins to read a folder; `number` names the reading. Raises NoRoom."""
+        if not self._places:
+            raise NoRoom(
+                f"{len(self._host)} adapters of {self._weights.slot_bytes} bytes each fill adapters.host_bytes; remove "
+                "one first"
+            )
+        place = self._places.pop()
+        host, copied = self._host[place], list(self._arriving.values())
+
+        def read() -> Found:
+            for event in copied:  # the place may have been another adapter's, which is still being copied
+                event.synchronize()
+            return self._reader.read(Path(path), host)
+
+        self._reading[number] = name, place, self._thread.submit(read)
+
+    def reading(self, number: int) -> "Future[Found]":
+        """Ends with what was read, or with BadAdapter."""
+        return self._reading[number][2]
+
+    def load(self, number: int, digest: bytes) -> None:
+        """From now on requests may use what was read. Waits for it. Raises BadAdapter, and AdapterNotHeld where it has
+        another digest; then the reading is as it was."""
+        name, place, future = self._reading[number]
+        found = future.result()
+        if found.digest != digest:
+            raise AdapterNotHeld(digest)
+        del self._reading[number]
+        known = self._held.get(digest)
+        if known is None:
+            self._held[digest] = _Held(name, found, place)
+        else:
+            self._places.append(place)
+            known.name, known.removed = name, False
+
+    def drop(self, number: int) -> None:
+        """What was read is not wanted. Waits for the reading. Idempotent."""
+        if (reading := self._reading.pop(number, None)) is not None:
+            _, place, future = reading
+            future.exception()
+            self._places.append(place)
+
+    def remove(self, digest: bytes) -> None:
+        """No new sequence may use the adapter. Its memory is free once those that do have ended. Idempotent."""
+        if (held := self._held.get(digest)) is not None:
+            held.removed = True
+            self._free_if_unused(digest)
+
+    @property
+    def held(self) -> tuple[HeldAdapter, ...]:
+        """The oldest first."""
+        size = self._weights.slot_bytes
+        return tuple(
+            HeldAdapter(digest, one.name, one.found.rank, size, one.slot is not None, one.users, one.removed)
+            for digest, one in self._held.items()
+        )
+
+    # Sequences
+
+    def fits(self, digest: bytes, spare: int = 0) -> bool:
+        """Whether take() would find a slot, and leave `spare` that no sequence uses; or fail for another reason."""
+        held = self._held.get(digest)
+        if held is None:
+            return True
+        taken = held.slot is None or held.slot in self._unused
+        return len(self._unused) - taken >= spare
+
+    def take(self, sequence: int, digest: bytes) -> None:
+        """The sequence uses the adapter from now on. Raises AdapterNotHeld and OutOfSlots."""
+        held = self._held.get(digest)
+        if held is None or held.removed:
+            raise AdapterNotHeld(digest)
+        self._use(sequence, digest, held)
+        held.users += 1
+
+    def park(self, sequence: int) -> None:
+        """The sequence will come back: release() keeps the adapter in host memory for it."""
+        if (digest := self._users.get(sequence)) is not None:
+            self._parked[sequence] = digest
+            self._held[digest].users += 1
+
+    def resume(self, sequence: int) -> None:
+        """A parked sequence uses its adapter again. Raises OutOfSlots, and then it stays parked."""
+        if (digest := self._parked.get(sequence)) is not None:
+            self._use(sequence, digest, self._held[digest])
+            del self._parked[sequence]
+
+    def stay_parked(self, sequence: int) -> None:
+        """Takes resume() back."""
+        if sequence in self._users:
+            self.park(sequence)
+            self.release(sequence)
+
+    def forget(self, sequence: int) -> None:
+        """A parked sequence does not come back. Idempotent."""
+        if (digest := self._parked.pop(sequence, None)) is not None:
+            self._let_go(digest)
+
+    def release(self, sequence: int) -> None:
+        """The sequence uses its adapter no more. Idempotent."""
+        digest = self._users.pop(sequence, None)
+        if digest is None:
+            return
+        slot = self._held[digest].slot
+        if slot is not None and digest not in self._users.values():
+            self._unused.append(slot)
+        self._let_go(digest)
+
+    def slots_of(self, sequences: Sequence[int] | Int64Array, counts: Int64Array | None = None) -> Int64Array | None:
+        """The slot of each row of a forward, int64 [T], NO_ADAPTER without one. counts: rows of each sequence; None: 1.
+        None where no row has one. What is launched from now on follows the copies into these slots."""
+        if not self._users:
+            return None
+        own = np.array([self._slot_of(int(sequence)) for sequence in sequences], np.int64)
+        if (own == NO_ADAPTER).all():
+            return None
+        self._await_copies(own)
+        return own if counts is None else own.repeat(counts)
+
+    def any_uses(self, sequences: Sequence[int] | Int64Array) -> bool:
+        """Whether one of the sequences has an adapter."""
+        return bool(self._users) and any(int(sequence) in self._users for sequence in sequences)
+
+    def close(self) -> None:
+        """Waits for what is being read."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _slot_of(self, sequence: int) -> int:
+        digest = self._users.get(sequence)
+        slot = None if digest is None else self._held[digest].slot
+        return NO_ADAPTER if slot is None else slot
+
+    def _use(self, sequence: int, digest: bytes, held: _Held) -> None:
+        if held.slot is None:
+            if not self._unused:
+                raise OutOfSlots(f"all {len(self._slots)} slots for adapters are in use (adapters.max_resident)")
+            self._bring_in(self._unused.pop(0), digest, held)
+        elif held.slot in self._unused:
+            self._unused.remove(held.slot)
+        self._users[sequence] = digest
+
+    def _bring_in(self, slot: int, digest: bytes, held: _Held) -> None:
+        if (before := self._slots[slot]) is not None:
+            self._held[before].slot = None
+        self._slots[slot], held.slot = digest, slot
+        source, target = self._host[held.place], self._weights.memory[slot]
+        if self._copies is None:
+            target.copy_(source)
+            return
+        self._copies.wait_stream(torch.cuda.current_stream(target.device))  # which may still read what was there
+        with torch.cuda.stream(self._copies):
+            target.copy_(source, non_blocking=True)
+            self._arriving[slot] = event = torch.cuda.Event()
+            event.record()
+
+    def _await_copies(self, slots: Int64Array) -> None:
+        for slot in [slot for slot in self._arriving if slot in slots]:
+            event = self._arriving[slot]
+            if event.query():
+                del self._arriving[slot]
+            else:
+                torch.cuda.current_stream(self._weights.memory.device).wait_event(event)
+
+    def _let_go(self, digest: bytes) -> None:
+        self._held[digest].users -= 1
+        self._free_if_unused(digest)
+
+    def _free_if_unused(self, digest: bytes) -> None:
+        held = self._held[digest]
+        if held.removed and not held.users:
+            del self._held[digest]
+            self._places.append(held.place)
+            if held.slot is not None:
+                self._slots[held.slot] = None
+
+
+def adapters_of(config: WorkerConfig, model: ModelConfig, weights: AdaptedWeights | None) -> Adapters | None:
+    """Those of a rank that serves adapters, none held yet. model: the rank's shard. Raises InvalidArgument where the
+    host's bytes hold not one."""
+    if weights is None:
+        return None
+    if config.adaptive and config.adapters.max_resident == 1:
+        raise InvalidArgument("adapters.max_resident is 1; at least 2 is accepted where workers change their roles")
+    own = config.adapters.host_bytes // config.island_ranks[config.pe]
+    if own < weights.slot_bytes:
+        least = weights.slot_bytes * config.island_ranks[config.pe]
+        raise InvalidArgument(f"adapters.host_bytes is {config.adapters.host_bytes}; at least {least} are accepted")
+    return Adapters(model, weights, own)

@@ -1,0 +1,89 @@
+"""The calls of an engine about LoRA adapters."""
+
+from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+
+from tandem.workers.adapters.adapters import Adapters
+from tandem.workers.adapters.held_adapter import HeldAdapter
+from tandem.workers.adapters.peft_folder import Found
+from tandem.workers.engine.actions import action
+from tandem.workers.errors import AdapterNotHeld, InvalidCall
+
+
+class AdapterActions:
+    """See Engine. Ranks and replays read the same folder: an action names it, and the digest of what was there."""
+
+    _adapters: Adapters | None
+
+    @action
+    def read_adapter(self, number: int, name: str, path: str) -> None:
+        """See Adapters.read. Raises NoRoom, and InvalidCall where this worker has no slots."""
+        if self._adapters is None:
+            raise InvalidCall(f"path {path:.80}: adapters.max_resident is 0; 1 or more is accepted")
+        self._adapters.read(number, name, path)
+
+    @action
+    def load_adapter(self, number: int, digest: bytes) -> None:
+        """See Adapters.load."""
+        if self._adapters is not None:
+            self._adapters.load(number, digest)
+
+    @action
+    def drop_adapter(self, number: int) -> None:
+        """See Adapters.drop."""
+        if self._adapters is not None:
+            self._adapters.drop(number)
+
+    @action
+    def remove_adapter(self, digest: bytes) -> None:
+        """See Adapters.remove."""
+        if self._adapters is not None:
+            self._adapters.remove(digest)
+
+    @property
+    def adapters(self) -> tuple[HeldAdapter, ...]:
+        """LoRA adapters that the worker holds, the oldest first."""
+        return () if self._adapters is None else self._adapters.held
+
+    def has_slot(self, digest: bytes, spare: int = 0) -> bool:
+        """Whether a sequence with this adapter, b"" for none, finds a slot now, and leaves `spare` unused. True where
+        admit() says another no."""
+        return not digest or self._adapters is None or self._adapters.fits(digest, spare)
+
+    def adapter_read(self, number: int) -> "Future[Found]":
+        """A poll: see Adapters.reading."""
+        assert self._adapters is not None, "read_adapter() comes first"
+        return self._adapters.reading(number)
+
+    def _take_adapter(self, sequence: int, digest: bytes) -> None:
+        """Raises AdapterNotHeld and OutOfSlots."""
+        if digest and self._adapters is None:
+            raise AdapterNotHeld(digest)
+        if digest and self._adapters is not None:
+            self._adapters.take(sequence, digest)
+
+    def _release_adapter(self, sequence: int) -> None:
+        if self._adapters is not None:
+            self._adapters.release(sequence)
+
+    def _park_adapter(self, sequence: int) -> None:
+        if self._adapters is not None:
+            self._adapters.park(sequence)
+
+    @contextmanager
+    def _adapter_of_parked(self, sequence: int) -> Iterator[None]:
+        """The sequence comes back within. Raises OutOfSlots."""
+        if self._adapters is None:
+            yield
+            return
+        self._adapters.resume(sequence)
+        try:
+            yield
+        except BaseException:
+            self._adapters.stay_parked(sequence)
+            raise
+
+    def _forget_adapter(self, sequence: int) -> None:
+        if self._adapters is not None:
+            self._adapters.forget(sequence)

@@ -1,0 +1,154 @@
+"""LoRA adapters in two Triton kernels: x · Aᵀ of each row's adapter, in parts of the columns, and · Bᵀ, added to y.
+
+Rows come as they are, in no order of their adapters. A program takes a block of rows and multiplies all of it by a
+slot's matrix; rows of other slots are left out of the result. So a decode step reads each adapter once, whatever its
+rows; a prompt's blocks have one slot, and programs of others end at once.
+
+    x [T, K] ── a[slot] [P·R, K] ──► low [splits, T, P·R] ── b[slot] [N, R] ──► y [T, N] +=
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tandem.workers.kernels.adapter_linear import AdapterKernels, AdapterMatrices
+
+LEAST = 16  # rows and columns that a tensor core multiplies
+MOST_ROWS = 64  # of a block
+PROGRAMS = 256  # about as many as keep a GPU's memory busy
+DEPTH = 128  # columns at once
+COLUMNS = 128  # of y that a program adds to
+
+
+class TritonAdapters(AdapterKernels):
+    """In 16 bits or float32, on a GPU or in Triton's interpreter."""
+
+    def add(self, y: Tensor, x: Tensor, matrices: AdapterMatrices, slots: Tensor) -> None:
+        """See AdapterKernels."""
+        rows, depth = x.shape
+        if not rows:
+            return
+        (num_slots, low_columns, _), rank = matrices.a.shape, matrices.rank
+        block = max(LEAST, min(MOST_ROWS, triton.next_power_of_2(rows)))
+        row_blocks = triton.cdiv(rows, block)
+        splits = num_splits(depth, row_blocks * num_slots)
+        low = torch.empty((splits, rows, low_columns), dtype=torch.float32, device=x.device)
+        precision = "ieee" if x.dtype == torch.float32 else "tf32"
+        shrink: Any = _shrink[(row_blocks, num_slots, splits)]
+        shrink(
+            x=x,
+            a=matrices.a,
+            slots=slots,
+            low=low,
+            rows=rows,
+            depth=depth,
+            split=triton.cdiv(triton.cdiv(depth, splits), DEPTH) * DEPTH,
+            x_row=x.stride(0),
+            a_slot=matrices.a.stride(0),
+            LOW=low_columns,
+            BLOCK=block,
+            WIDTH=max(LEAST, triton.next_power_of_2(low_columns)),
+            DEPTH=DEPTH,
+            PRECISION=precision,
+            num_warps=4,
+        )
+        columns = y.shape[1]
+        expand: Any = _expand[(row_blocks, triton.cdiv(columns, COLUMNS))]
+        expand(
+            low=low,
+            b=matrices.b,
+            slots=slots,
+            y=y,
+            ends=matrices.on_device,
+            rows=rows,
+            columns=columns,
+            num_slots=num_slots,
+            y_row=y.stride(0),
+            b_slot=matrices.b.stride(0),
+            SPLITS=splits,
+            LOW=low_columns,
+            RANK=rank,
+            WIDTH=max(LEAST, triton.next_power_of_2(rank)),
+            PARTS=len(matrices.ends),
+            BLOCK=block,
+            COLUMNS=COLUMNS,
+            PRECISION=precision,
+            num_warps=4,
+        )
+
+
+def num_splits(depth: int, programs: int) -> int:
+    """Into how many parts the columns are cut for which there are so many programs: a power of 2."""
+    most = max(1, depth // (2 * DEPTH))
+    wanted = min(most, max(1, PROGRAMS // programs))
+    return 1 << (wanted.bit_length() - 1)
+
+
+@triton.jit(do_not_specialize=["rows"])  # it differs from prompt to prompt
+def _shrink(
+    x, a, slots, low, rows, depth, split, x_row, a_slot,
+    LOW: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A block of rows · some columns of one slot's a. low gets the rows of this slot; others are another program's, or
+    nobody's."""
+    slot, part = tl.program_id(1), tl.program_id(2)
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = row < rows
+    own = there & (tl.load(slots + row, mask=there, other=-1) == slot)
+    if tl.max(own.to(tl.int32), 0) > 0:
+        column, step = tl.arange(0, WIDTH), tl.arange(0, DEPTH)
+        begin = part * split
+        end = tl.minimum(begin + split, depth)
+        x_at = x + row[:, None].to(tl.int64) * x_row + step[None, :]
+        a_at = a + slot.to(tl.int64) * a_slot + column[None, :].to(tl.int64) * depth + step[:, None]
+        acc = tl.zeros((BLOCK, WIDTH), dtype=tl.float32)
+        for at in range(begin, end, DEPTH):
+            inside = step < end - at
+            left = tl.load(x_at + at, mask=own[:, None] & inside[None, :], other=0.0)
+            right = tl.load(a_at + at, mask=inside[:, None] & (column < LOW)[None, :], other=0.0)
+            acc = tl.dot(left, right, acc, input_precision=PRECISION)
+        low_at = low + (part.to(tl.int64) * rows + row[:, None]) * LOW + column[None, :]
+        tl.store(low_at, acc, mask=own[:, None] & (column < LOW)[None, :])
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _expand(
+    low, b, slots, y, ends, rows, columns, num_slots, y_row, b_slot,
+    SPLITS: tl.constexpr, LOW: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A block of rows and COLUMNS columns of y: for each slot that has some of the rows, and each part of the columns,
+    the sum of low's parts · b."""
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = row < rows
+    slot_of = tl.load(slots + row, mask=there, other=-1).to(tl.int32)
+    if tl.max(slot_of, 0) >= 0:
+        first = tl.program_id(1) * COLUMNS
+        column, rank = first + tl.arange(0, COLUMNS), tl.arange(0, WIDTH)
+        y_at = y + row[:, None].to(tl.int64) * y_row + column[None, :]
+        changed = (slot_of >= 0)[:, None] & (column < columns)[None, :]
+        acc = tl.load(y_at, mask=changed, other=0.0).to(tl.float32)
+        matrix = b
+        for slot in range(0, num_slots):
+            own = slot_of == slot
+            if tl.max(own.to(tl.int32), 0) > 0:
+                begin = 0
+                for part in tl.static_range(PARTS):
+                    end = tl.load(ends + part)
+                    if (begin < first + COLUMNS) & (end > first):
+                        inside = (column >= begin) & (column < end)
+                        low_at = low + row[:, None].to(tl.int64) * LOW + part * RANK + rank[None, :]
+                        mask = own[:, None] & (rank < RANK)[None, :]
+                        left = tl.zeros((BLOCK, WIDTH), dtype=tl.float32)
+                        for split in tl.static_range(SPLITS):
+                            left += tl.load(low_at + split * rows * LOW, mask=mask, other=0.0)
+                        b_at = matrix + column[None, :].to(tl.int64) * RANK + rank[:, None]
+                        right = tl.load(b_at, mask=inside[None, :] & (rank < RANK)[:, None], other=0.0)
+                        added = tl.dot(left.to(b.dtype.element_ty), right, input_precision=PRECISION)
+                        acc += tl.where(own[:, None] & inside[None, :], added, 0.0)
+                    begin = end
+            matrix += b_slot
+        tl.store(y_at, acc.to(y.dtype.element_ty), mask=changed)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,9 +20,10 @@ from torch import Tensor
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.pool_sizes import PageUse, pages_of_groups
 from tandem.cache.plan.shard import Shard
+from tandem.workers.config import AdapterSettings
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.sharding import shard_config
-from tandem.workers.models.weights import load_decoder
+from tandem.workers.models.weights import NO_ADAPTERS, load_decoder
 from tandem.workers.ranks.ranks import ALONE, Ranks
 from tandem.workers.runner.forward_graphs import GraphCapture, Replay
 from tandem.workers.runner.model_cache import kv_layout, make_cache
@@ -41,6 +43,7 @@ from tests.benchmarks.step_bench import (
     random_pool,
     step_times,
 )
+from tests.support.adapters import held_adapters
 from tests.support.tvm_cache import TvmCache
 from tests.support.whole_prompts import compute_prompts
 
@@ -64,19 +67,26 @@ class ModelBench:
         chunk: int,
         positions: int | None = None,
         ranks: Ranks = ALONE,
+        adapters: AdapterSettings = NO_ADAPTERS,
     ) -> None:
         """fields: config.json. The cache holds so many sequences of up to `length` positions and AHEAD, and forwards
         append up to `chunk` of these to one.
 
         positions: of all sequences together; None: `sequences` of them in full length. ranks: the model and the cache
-        are the shard of this rank, and all ranks make the same calls in the same order.
+        are the shard of this rank, and all ranks make the same calls in the same order. adapters: for which the model
+        has slots; self.adapters and self.digests are as many random ones.
         """
         self.device = torch.device(device)
         with tempfile.TemporaryDirectory() as folder:
             model = Path(folder)
             (model / "config.json").write_text(json.dumps(fields), encoding="utf-8")
             self.config = shard_config(load_config(model, DTYPES[device]), Shard(ranks.rank, ranks.size))
-            decoder = load_decoder(model, self.config, load_format="dummy", device=device, ranks=ranks)
+            where: Any = {"device": device, "ranks": ranks, "adapters": adapters}
+            decoder = load_decoder(model, self.config, load_format="dummy", **where)
+            self.adapters, self.digests = None, list[bytes]()
+            if (weights := decoder.adapted) is not None:
+                count, rank = adapters.max_resident, adapters.max_rank
+                self.adapters, self.digests = held_adapters(self.config, weights, model, count, rank=rank)
         layout = kv_layout(self.config, PAGE_SIZE)
         longest = -(-(length + AHEAD) // layout.grain) * layout.grain
         use = PageUse(sequences, longest, chunk)
@@ -90,7 +100,7 @@ class ModelBench:
         self.cache = TvmCache.of(
             make_cache(self.config, layout, pools, max_sequences=sequences + 1, max_length=longest)
         )
-        self.runner = ModelRunner(decoder, self.cache)
+        self.runner = ModelRunner(decoder, self.cache, self.adapters)
 
     def capture_steps(self, rows: int) -> float:
         """Seconds that it takes to capture decode steps of up to so many rows."""

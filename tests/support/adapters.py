@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 
+from tandem.workers.adapters.adapters import Adapters
+from tandem.workers.models.config import ModelConfig
+from tandem.workers.weights.adapted import AdaptedWeights
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -67,5 +71,33 @@ def with_tensors(folder: Path, change: Mapping[str, torch.Tensor | None]) -> Non
     from safetensors.torch import load_file
 
     path = folder / "adapter_model.safetensors"
-    tensors = {name: one for name, one in (load_file(path) | change).items() if one is not None}
+    tensors = {name: one for name, one in {**load_file(path), **change}.items() if one is not None}
     save_file(tensors, path)
+
+
+def save_for(weights: AdaptedWeights, folder: Path, *, rank: int, seed: int = 0) -> Path:
+    """A random adapter of everything that adapters can change of a model with one rank."""
+    folder.mkdir(parents=True, exist_ok=True)
+    targets = sorted({name.rpartition(".")[2] for name in weights.parts})
+    fields = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for name, part in weights.parts.items():
+        for which, shape in {"A": (rank, part.columns), "B": (part.rows, rank)}.items():
+            numbers = torch.randn(shape, generator=generator) * SIZE / shape[1] ** 0.5
+            tensors[f"base_model.model.{name}.lora_{which}.weight"] = numbers.to(weights.memory.dtype)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def held_adapters(
+    config: ModelConfig, weights: AdaptedWeights, folder: Path, count: int, *, rank: int
+) -> tuple[Adapters, list[bytes]]:
+    """The adapters of a worker that holds `count` random ones, and their digests."""
+    adapters, digests = Adapters(config, weights, (count + 1) * weights.slot_bytes), list[bytes]()
+    for number in range(count):
+        path = save_for(weights, folder / str(number), rank=rank, seed=number)
+        adapters.read(number, str(number), str(path))
+        digests.append(adapters.reading(number).result().digest)
+        adapters.load(number, digests[-1])
+    return adapters, digests

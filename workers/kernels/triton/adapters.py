@@ -98,7 +98,7 @@ def _shrink(
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = row < rows
     own = there & (tl.load(slots + row, mask=there, other=-1) == slot)
-    if tl.max(own.to(tl.int32), 0) > 0:
+    if tl.sum(own.to(tl.int32), 0) > 0:
         column, step = tl.arange(0, WIDTH), tl.arange(0, DEPTH)
         begin = part * split
         end = tl.minimum(begin + split, depth)
@@ -125,7 +125,7 @@ def _expand(
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = row < rows
     slot_of = tl.load(slots + row, mask=there, other=-1).to(tl.int32)
-    if tl.max(slot_of, 0) >= 0:
+    if tl.sum((slot_of >= 0).to(tl.int32), 0) > 0:
         first = tl.program_id(1) * COLUMNS
         column, rank = first + tl.arange(0, COLUMNS), tl.arange(0, WIDTH)
         y_at = y + row[:, None].to(tl.int64) * y_row + column[None, :]
@@ -134,16 +134,16 @@ def _expand(
         matrix = b
         for slot in range(0, num_slots):
             own = slot_of == slot
-            if tl.max(own.to(tl.int32), 0) > 0:
+            if tl.sum(own.to(tl.int32), 0) > 0:
                 begin = 0
-                for part in tl.static_range(PARTS):
+                for part in tl.static_range(PARTS):  # pyright: ignore[reportGeneralTypeIssues]
                     end = tl.load(ends + part)
                     if (begin < first + COLUMNS) & (end > first):
                         inside = (column >= begin) & (column < end)
                         low_at = low + row[:, None].to(tl.int64) * LOW + part * RANK + rank[None, :]
                         mask = own[:, None] & (rank < RANK)[None, :]
                         left = tl.zeros((BLOCK, WIDTH), dtype=tl.float32)
-                        for split in tl.static_range(SPLITS):
+                        for split in tl.static_range(SPLITS):  # pyright: ignore[reportGeneralTypeIssues]
                             left += tl.load(low_at + split * rows * LOW, mask=mask, other=0.0)
                         b_at = matrix + column[None, :].to(tl.int64) * RANK + rank[:, None]
                         right = tl.load(b_at, mask=inside[None, :] & (rank < RANK)[:, None], other=0.0)

@@ -68,15 +68,15 @@ def adapt(config: ModelConfig, parameters: DecoderParameters, num_slots: int, ra
     def adapted(weight: Weight) -> Weight:
         assert isinstance(weight, Ordered)
         of, count = sizes[int(weight.order[0])], len(sizes[int(weight.order[0])].parts)
-        views = (
+        a, b = (
             memory[:, begin : begin + lines * width].unflatten(1, (lines, width))
             for begin, lines, width in ((of.a, count * rank, weight.columns), (of.b, weight.rows, rank))
         )
         ends = torch.tensor(of.ends, dtype=torch.int32, device=device)
         for index, (name, order) in enumerate(of.parts):
-            a, b = of.a + index * rank * weight.columns, of.b + (of.ends[index] - order.numel()) * rank
-            parts[name] = AdaptedPart(name, order.numel(), weight.columns, a, b, order)
-        return Adapted(weight.base, weight.order, AdapterMatrices(*views, of.ends, ends), rows)
+            begins = of.a + index * rank * weight.columns, of.b + (of.ends[index] - order.numel()) * rank
+            parts[name] = AdaptedPart(name, order.numel(), weight.columns, *begins, order)
+        return Adapted(weight.base, weight.order, AdapterMatrices(a, b, of.ends, ends), rows)
 
     changed = _change(ordered, adapted)
     return dataclasses.replace(changed, adapted=AdaptedWeights(parts, memory, rank, rows))

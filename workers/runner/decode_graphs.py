@@ -221,6 +221,7 @@ class DecodeGraphs:
         num_rows, (prompt_ids, last_rows) = buffers.size, prompts.inputs
         attention = MixedAttention(buffers.attention(by_layers=True), prompts.attention(), num_rows, side)
         tokens, sources, tickets, parameters = unpack_inputs(buffers.inputs[:NUM_INPUTS])
+        self._adapted.use(None)
         ids = torch.cat((self._sampler.inputs(tokens, sources, self._last), prompt_ids))
         wanted = torch.cat((torch.arange(num_rows, device=ids.device), last_rows + num_rows))
         logits = self._model.forward(ids, attention, wanted)

@@ -367,16 +367,15 @@ class ModelRunner:
 
     def _prompt_buffers(self, batch: Batch, token_ids: Int64Array, last_rows: Int64Array | None) -> GraphBuffers | None:
         """The buffers of the graph that computes the batch; None: it is computed eagerly."""
-        graphs = self._prompt_graphs
-        if graphs is None or last_rows is None or batch.push or batch.token_tree_parents is not None:
-            return None
-        if self._adapted.any(batch.seq_ids):  # no graph of prompts adds what adapters do
+        graphs, trees = self._prompt_graphs, batch.token_tree_parents is not None
+        if graphs is None or last_rows is None or batch.push or trees or self._adapted.any(batch.seq_ids):
             return None
         rows = max(len(batch.seq_ids), last_rows.size)
         return graphs.choose(token_ids.size) if graphs.takes(rows, token_ids.size) else None
 
     def _compute_prompts(self, buffers: GraphBuffers) -> Tensor:
         token_ids, last_rows = buffers.inputs
+        self._adapted.use(None)
         return self._model.forward(token_ids, buffers.attention(), last_rows)
 
     @torch.inference_mode()

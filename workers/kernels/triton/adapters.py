@@ -131,24 +131,24 @@ def _expand(
         y_at = y + row[:, None].to(tl.int64) * y_row + column[None, :]
         changed = (slot_of >= 0)[:, None] & (column < columns)[None, :]
         acc = tl.load(y_at, mask=changed, other=0.0).to(tl.float32)
-        matrix = b
-        for slot in range(0, num_slots):
-            own = slot_of == slot
-            if tl.sum(own.to(tl.int32), 0) > 0:
-                begin = 0
-                for part in tl.static_range(PARTS):  # pyright: ignore[reportGeneralTypeIssues]
-                    end = tl.load(ends + part)
-                    if (begin < first + COLUMNS) & (end > first):
-                        inside = (column >= begin) & (column < end)
-                        low_at = low + row[:, None].to(tl.int64) * LOW + part * RANK + rank[None, :]
-                        mask = own[:, None] & (rank < RANK)[None, :]
-                        left = tl.zeros((BLOCK, WIDTH), dtype=tl.float32)
-                        for split in tl.static_range(SPLITS):  # pyright: ignore[reportGeneralTypeIssues]
-                            left += tl.load(low_at + split * rows * LOW, mask=mask, other=0.0)
-                        b_at = matrix + column[None, :].to(tl.int64) * RANK + rank[:, None]
-                        right = tl.load(b_at, mask=inside[None, :] & (rank < RANK)[:, None], other=0.0)
-                        added = tl.dot(left.to(b.dtype.element_ty), right, input_precision=PRECISION)
+        begin = 0
+        for part in tl.static_range(PARTS):  # pyright: ignore[reportGeneralTypeIssues]
+            end = tl.load(ends + part)
+            if (begin < first + COLUMNS) & (end > first):
+                low_at = low + row[:, None].to(tl.int64) * LOW + part * RANK + rank[None, :]
+                filled = (slot_of >= 0)[:, None] & (rank < RANK)[None, :]
+                left = tl.zeros((BLOCK, WIDTH), dtype=tl.float32)
+                for split in tl.static_range(SPLITS):  # pyright: ignore[reportGeneralTypeIssues]
+                    left += tl.load(low_at + split * rows * LOW, mask=filled, other=0.0)
+                left = left.to(b.dtype.element_ty)
+                inside = (column >= begin) & (column < end)
+                matrix = b + column[None, :].to(tl.int64) * RANK + rank[:, None]
+                for slot in range(0, num_slots):
+                    own = slot_of == slot
+                    if tl.sum(own.to(tl.int32), 0) > 0:
+                        right = tl.load(matrix, mask=inside[None, :] & (rank < RANK)[:, None], other=0.0)
+                        added = tl.dot(left, right, input_precision=PRECISION)
                         acc += tl.where(own[:, None] & inside[None, :], added, 0.0)
-                    begin = end
-            matrix += b_slot
+                    matrix += b_slot
+            begin = end
         tl.store(y_at, acc.to(y.dtype.element_ty), mask=changed)

@@ -1,0 +1,85 @@
+"""A model with random LoRA adapters over a paged cache, without a worker around it: prompts and steps of sequences."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tandem.cache.attention.forward import Batch
+from tandem.cache.kernels.base import KernelFactory
+from tandem.cache.kernels.choice import choose_kernels
+from tandem.workers.config import AdapterSettings
+from tandem.workers.models.registry import load_config
+from tandem.workers.models.weights import load_decoder
+from tandem.workers.runner.model_cache import kv_layout, make_cache
+from tandem.workers.runner.model_runner import ModelRunner
+from tandem.workers.sampling.sample_batch import SampleBatch
+from tandem.workers.sampling.sampling_params import SamplingParams
+from tests.support.adapters import held_adapters
+from tests.support.tvm_cache import TvmCache
+from tests.support.whole_prompts import compute_prompts
+
+PAGE, LONGEST, MOST = 16, 256, 24
+
+
+class AdaptedModel:
+    """Holds `count` adapters, of which as many as there are slots are on the device."""
+
+    def __init__(
+        self,
+        folder: Path,
+        adapters: Path,
+        *,
+        slots: int,
+        count: int,
+        rank: int = 16,
+        dtype: str = "float32",
+        device: str = "cpu",
+        kernels: KernelFactory = choose_kernels,
+    ) -> None:
+        """adapters: a folder for them. Adapters of the same number are alike in each model."""
+        config = load_config(folder, dtype)
+        settings, layout = AdapterSettings(slots, rank), kv_layout(config, PAGE)
+        decoder = load_decoder(folder, config, device=device, adapters=settings)
+        assert decoder.adapted is not None
+        pools = [
+            torch.zeros((MOST * LONGEST // PAGE, *layout.page_shape(group)), device=device).to(layout.stored_dtype)
+            for group in range(len(layout.groups))
+        ]
+        self.cache = TvmCache.of(
+            make_cache(config, layout, pools, max_sequences=MOST, max_length=LONGEST, kernels=kernels)
+        )
+        self.adapters, self.digests = held_adapters(config, decoder.adapted, adapters, count, rank=rank)
+        self.runner = ModelRunner(decoder, self.cache, self.adapters)
+
+    def add(self, sequence: int, adapter: int | None) -> None:
+        self.cache.add_sequence(sequence)
+        if adapter is not None:
+            self.adapters.take(sequence, self.digests[adapter])
+
+    def remove(self, sequence: int) -> None:
+        self.adapters.release(sequence)
+        self.cache.remove_sequence(sequence)
+
+    def prompts(self, prompts: Mapping[int, Sequence[int]]) -> Tensor:
+        """Logits behind each, in one forward."""
+        tokens = [np.array(prompt) for prompt in prompts.values()]
+        return compute_prompts(self.runner, list(prompts), tokens, [len(prompt) for prompt in prompts.values()])
+
+    def steps(self, firsts: Mapping[int, int], count: int) -> list[list[int]]:
+        """Greedy tokens of the next `count` steps; each row's first input is given."""
+        ids, rows = tuple(firsts), len(firsts)
+        sampling = SampleBatch.from_params([SamplingParams(temperature=0)] * rows)
+        tokens, found = np.array(list(firsts.values())), list[list[int]]()
+        positions = np.array([self.cache.num_tokens(sequence) + 1 for sequence in ids])
+        for step in range(count):
+            pending = self.runner.step(ids, tokens, np.full(rows, -1), sampling, positions + step)
+            tokens = pending.wait().token_ids
+            found.append(tokens.tolist())
+        return found
+
+    def logits(self, sequence: int, token: int) -> Tensor:
+        """Of an eager step of one row."""
+        return self.runner.launch(Batch([sequence]), np.array([token]), None)[0]

@@ -263,7 +263,8 @@ class DecodeGraphs:
     def _compute(self, model: Decoder, buffers: GraphBuffers, *, adapts: bool = False) -> Tensor:
         """adapts: whether rows may have adapters."""
         drafts = self._next_drafts
-        attention = buffers.attention(shift=None if drafts is None else partial(drafts.follow, buffers))
+        shift = None if drafts is None else partial(drafts.follow, buffers)
+        attention = buffers.attention(by_layers=adapts, shift=shift)  # no megakernel computes adapters
         tokens, sources, tickets, parameters = unpack_inputs(buffers.inputs[:NUM_INPUTS])
         self._adapted.use(buffers.inputs[NUM_INPUTS] if adapts else None)
         inputs = self._sampler.inputs(tokens, sources, self._last)

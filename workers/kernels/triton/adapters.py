@@ -19,7 +19,8 @@ from tandem.workers.kernels.adapter_linear import AdapterKernels, AdapterMatrice
 LEAST = 16  # rows and columns that a tensor core multiplies
 MOST_ROWS = 64  # of a block
 PROGRAMS = 256  # about as many as keep a GPU's memory busy
-DEPTH = 128  # columns at once
+DEPTHS = 128, 32  # columns at once: at most, at least
+TILE_BYTES = 48 << 10  # of x and a at once. Triton loads three of them ahead
 COLUMNS = 128  # of y that a program adds to
 
 
@@ -34,7 +35,9 @@ class TritonAdapters(AdapterKernels):
         (num_slots, low_columns, _), rank = matrices.a.shape, matrices.rank
         block = max(LEAST, min(MOST_ROWS, triton.next_power_of_2(rows)))
         row_blocks = triton.cdiv(rows, block)
-        splits = num_splits(depth, row_blocks * num_slots)
+        width = max(LEAST, triton.next_power_of_2(low_columns))
+        step = num_columns((block + width) * x.element_size())
+        splits = num_splits(depth // (2 * step), row_blocks * num_slots)
         low = torch.empty((splits, rows, low_columns), dtype=torch.float32, device=x.device)
         precision = "ieee" if x.dtype == torch.float32 else "tf32"
         shrink: Any = _shrink[(row_blocks, num_slots, splits)]
@@ -45,13 +48,13 @@ class TritonAdapters(AdapterKernels):
             low=low,
             rows=rows,
             depth=depth,
-            split=triton.cdiv(triton.cdiv(depth, splits), DEPTH) * DEPTH,
+            split=triton.cdiv(triton.cdiv(depth, splits), step) * step,
             x_row=x.stride(0),
             a_slot=matrices.a.stride(0),
             LOW=low_columns,
             BLOCK=block,
-            WIDTH=max(LEAST, triton.next_power_of_2(low_columns)),
-            DEPTH=DEPTH,
+            WIDTH=width,
+            DEPTH=step,
             PRECISION=precision,
             num_warps=4,
         )
@@ -80,10 +83,17 @@ class TritonAdapters(AdapterKernels):
         )
 
 
-def num_splits(depth: int, programs: int) -> int:
-    """Into how many parts the columns are cut for which there are so many programs: a power of 2."""
-    most = max(1, depth // (2 * DEPTH))
-    wanted = min(most, max(1, PROGRAMS // programs))
+def num_columns(column_bytes: int) -> int:
+    """How many columns a program multiplies at once, of which each takes so many bytes."""
+    most, least = DEPTHS
+    while most > least and most * column_bytes > TILE_BYTES:
+        most //= 2
+    return most
+
+
+def num_splits(most: int, programs: int) -> int:
+    """Into how many parts, `most` at most, the columns are cut for which there are so many programs: a power of 2."""
+    wanted = max(1, min(most, PROGRAMS // programs))
     return 1 << (wanted.bit_length() - 1)
 
 

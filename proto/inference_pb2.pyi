@@ -253,20 +253,22 @@ class TokenLogprobs(_message.Message):
     def __init__(self, chosen: _Optional[_Union[TokenLogprob, _Mapping]] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class Usage(_message.Message):
-    __slots__ = ("prompt_tokens", "cached_tokens", "output_tokens", "drafted_tokens", "accepted_tokens", "host_cached_tokens")
+    __slots__ = ("prompt_tokens", "cached_tokens", "output_tokens", "drafted_tokens", "accepted_tokens", "host_cached_tokens", "disk_cached_tokens")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HOST_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DISK_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
     drafted_tokens: int
     accepted_tokens: int
     host_cached_tokens: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., host_cached_tokens: _Optional[int] = ...) -> None: ...
+    disk_cached_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., host_cached_tokens: _Optional[int] = ..., disk_cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Timings(_message.Message):
     __slots__ = ("queue_seconds", "prefill_seconds", "push_seconds", "first_token_seconds", "bytes_pushed", "total_seconds", "pages", "attempts", "expected_first_token_seconds", "moves")
@@ -359,7 +361,7 @@ class GetClusterInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("role", "pe", "pid", "address", "alive", "num_pages", "free_pages", "cached_pages", "draining_pages", "running", "waiting", "resident_bytes", "counters", "token_seconds", "prompt_tokens_per_second", "ranks", "state_pages", "free_state_pages", "snapshots", "snapshot_bytes", "host_bytes", "host_bytes_used", "parked", "parked_bytes", "parked_bytes_used", "adapters")
+    __slots__ = ("role", "pe", "pid", "address", "alive", "num_pages", "free_pages", "cached_pages", "draining_pages", "running", "waiting", "resident_bytes", "counters", "token_seconds", "prompt_tokens_per_second", "ranks", "state_pages", "free_state_pages", "snapshots", "snapshot_bytes", "host_bytes", "host_bytes_used", "disk_bytes", "disk_bytes_used", "parked", "parked_bytes", "parked_bytes_used", "adapters")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -382,6 +384,8 @@ class WorkerInfo(_message.Message):
     SNAPSHOT_BYTES_FIELD_NUMBER: _ClassVar[int]
     HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
     HOST_BYTES_USED_FIELD_NUMBER: _ClassVar[int]
+    DISK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    DISK_BYTES_USED_FIELD_NUMBER: _ClassVar[int]
     PARKED_FIELD_NUMBER: _ClassVar[int]
     PARKED_BYTES_FIELD_NUMBER: _ClassVar[int]
     PARKED_BYTES_USED_FIELD_NUMBER: _ClassVar[int]
@@ -408,11 +412,13 @@ class WorkerInfo(_message.Message):
     snapshot_bytes: int
     host_bytes: int
     host_bytes_used: int
+    disk_bytes: int
+    disk_bytes_used: int
     parked: int
     parked_bytes: int
     parked_bytes_used: int
     adapters: _containers.RepeatedCompositeFieldContainer[AdapterInfo]
-    def __init__(self, role: _Optional[_Union[Role, str]] = ..., pe: _Optional[int] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., alive: bool = ..., num_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., draining_pages: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., counters: _Optional[_Union[WorkerCounters, _Mapping]] = ..., token_seconds: _Optional[float] = ..., prompt_tokens_per_second: _Optional[float] = ..., ranks: _Optional[_Iterable[_Union[RankInfo, _Mapping]]] = ..., state_pages: _Optional[int] = ..., free_state_pages: _Optional[int] = ..., snapshots: _Optional[int] = ..., snapshot_bytes: _Optional[int] = ..., host_bytes: _Optional[int] = ..., host_bytes_used: _Optional[int] = ..., parked: _Optional[int] = ..., parked_bytes: _Optional[int] = ..., parked_bytes_used: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[AdapterInfo, _Mapping]]] = ...) -> None: ...
+    def __init__(self, role: _Optional[_Union[Role, str]] = ..., pe: _Optional[int] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., alive: bool = ..., num_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., draining_pages: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., counters: _Optional[_Union[WorkerCounters, _Mapping]] = ..., token_seconds: _Optional[float] = ..., prompt_tokens_per_second: _Optional[float] = ..., ranks: _Optional[_Iterable[_Union[RankInfo, _Mapping]]] = ..., state_pages: _Optional[int] = ..., free_state_pages: _Optional[int] = ..., snapshots: _Optional[int] = ..., snapshot_bytes: _Optional[int] = ..., host_bytes: _Optional[int] = ..., host_bytes_used: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., disk_bytes_used: _Optional[int] = ..., parked: _Optional[int] = ..., parked_bytes: _Optional[int] = ..., parked_bytes_used: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[AdapterInfo, _Mapping]]] = ...) -> None: ...
 
 class AdapterInfo(_message.Message):
     __slots__ = ("digest", "name", "rank", "bytes", "resident", "sequences", "removed")
@@ -447,7 +453,7 @@ class RankInfo(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., alive: bool = ..., stalled: bool = ..., resident_bytes: _Optional[int] = ...) -> None: ...
 
 class WorkerCounters(_message.Message):
-    __slots__ = ("stale_calls", "stale_signals", "expired_leases", "recalled", "corrupt", "reservations", "drains", "pushes", "bytes_pushed", "prompt_tokens", "decoded_tokens", "drafted_tokens", "accepted_tokens", "evicted_snapshots", "host_pages_down", "host_pages_up", "host_hits", "host_bad_pages", "host_skipped_hits", "parks", "resumes")
+    __slots__ = ("stale_calls", "stale_signals", "expired_leases", "recalled", "corrupt", "reservations", "drains", "pushes", "bytes_pushed", "prompt_tokens", "decoded_tokens", "drafted_tokens", "accepted_tokens", "evicted_snapshots", "host_pages_down", "host_pages_up", "host_hits", "host_bad_pages", "host_skipped_hits", "disk_pages_down", "disk_pages_up", "disk_bad_pages", "disk_lost_pages", "disk_errors", "disk_adopted_pages", "disk_skipped_hits", "parks", "resumes")
     STALE_CALLS_FIELD_NUMBER: _ClassVar[int]
     STALE_SIGNALS_FIELD_NUMBER: _ClassVar[int]
     EXPIRED_LEASES_FIELD_NUMBER: _ClassVar[int]
@@ -467,6 +473,13 @@ class WorkerCounters(_message.Message):
     HOST_HITS_FIELD_NUMBER: _ClassVar[int]
     HOST_BAD_PAGES_FIELD_NUMBER: _ClassVar[int]
     HOST_SKIPPED_HITS_FIELD_NUMBER: _ClassVar[int]
+    DISK_PAGES_DOWN_FIELD_NUMBER: _ClassVar[int]
+    DISK_PAGES_UP_FIELD_NUMBER: _ClassVar[int]
+    DISK_BAD_PAGES_FIELD_NUMBER: _ClassVar[int]
+    DISK_LOST_PAGES_FIELD_NUMBER: _ClassVar[int]
+    DISK_ERRORS_FIELD_NUMBER: _ClassVar[int]
+    DISK_ADOPTED_PAGES_FIELD_NUMBER: _ClassVar[int]
+    DISK_SKIPPED_HITS_FIELD_NUMBER: _ClassVar[int]
     PARKS_FIELD_NUMBER: _ClassVar[int]
     RESUMES_FIELD_NUMBER: _ClassVar[int]
     stale_calls: int
@@ -488,9 +501,16 @@ class WorkerCounters(_message.Message):
     host_hits: int
     host_bad_pages: int
     host_skipped_hits: int
+    disk_pages_down: int
+    disk_pages_up: int
+    disk_bad_pages: int
+    disk_lost_pages: int
+    disk_errors: int
+    disk_adopted_pages: int
+    disk_skipped_hits: int
     parks: int
     resumes: int
-    def __init__(self, stale_calls: _Optional[int] = ..., stale_signals: _Optional[int] = ..., expired_leases: _Optional[int] = ..., recalled: _Optional[int] = ..., corrupt: _Optional[int] = ..., reservations: _Optional[int] = ..., drains: _Optional[int] = ..., pushes: _Optional[int] = ..., bytes_pushed: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., decoded_tokens: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., evicted_snapshots: _Optional[int] = ..., host_pages_down: _Optional[int] = ..., host_pages_up: _Optional[int] = ..., host_hits: _Optional[int] = ..., host_bad_pages: _Optional[int] = ..., host_skipped_hits: _Optional[int] = ..., parks: _Optional[int] = ..., resumes: _Optional[int] = ...) -> None: ...
+    def __init__(self, stale_calls: _Optional[int] = ..., stale_signals: _Optional[int] = ..., expired_leases: _Optional[int] = ..., recalled: _Optional[int] = ..., corrupt: _Optional[int] = ..., reservations: _Optional[int] = ..., drains: _Optional[int] = ..., pushes: _Optional[int] = ..., bytes_pushed: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., decoded_tokens: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., evicted_snapshots: _Optional[int] = ..., host_pages_down: _Optional[int] = ..., host_pages_up: _Optional[int] = ..., host_hits: _Optional[int] = ..., host_bad_pages: _Optional[int] = ..., host_skipped_hits: _Optional[int] = ..., disk_pages_down: _Optional[int] = ..., disk_pages_up: _Optional[int] = ..., disk_bad_pages: _Optional[int] = ..., disk_lost_pages: _Optional[int] = ..., disk_errors: _Optional[int] = ..., disk_adopted_pages: _Optional[int] = ..., disk_skipped_hits: _Optional[int] = ..., parks: _Optional[int] = ..., resumes: _Optional[int] = ...) -> None: ...
 
 class IslandInfo(_message.Message):
     __slots__ = ("name", "epoch", "transport", "workers", "restarts", "host")

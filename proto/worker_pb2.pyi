@@ -138,11 +138,12 @@ class RemoteSendRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., sampling: _Optional[_Union[_inference_pb2.SamplingParams, _Mapping]] = ..., reservation: _Optional[_Union[Reservation, _Mapping]] = ..., prompt: _Optional[_Union[PromptSpec, _Mapping]] = ...) -> None: ...
 
 class RemoteSendResponse(_message.Message):
-    __slots__ = ("first_token", "logprobs", "cached_tokens", "host_cached_tokens", "queue_seconds", "prefill_seconds", "push_seconds", "bytes_pushed", "began_ns")
+    __slots__ = ("first_token", "logprobs", "cached_tokens", "host_cached_tokens", "disk_cached_tokens", "queue_seconds", "prefill_seconds", "push_seconds", "bytes_pushed", "began_ns")
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HOST_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DISK_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PUSH_SECONDS_FIELD_NUMBER: _ClassVar[int]
@@ -152,12 +153,13 @@ class RemoteSendResponse(_message.Message):
     logprobs: _inference_pb2.TokenLogprobs
     cached_tokens: int
     host_cached_tokens: int
+    disk_cached_tokens: int
     queue_seconds: float
     prefill_seconds: float
     push_seconds: float
     bytes_pushed: int
     began_ns: int
-    def __init__(self, first_token: _Optional[int] = ..., logprobs: _Optional[_Union[_inference_pb2.TokenLogprobs, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., host_cached_tokens: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., push_seconds: _Optional[float] = ..., bytes_pushed: _Optional[int] = ..., began_ns: _Optional[int] = ...) -> None: ...
+    def __init__(self, first_token: _Optional[int] = ..., logprobs: _Optional[_Union[_inference_pb2.TokenLogprobs, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., host_cached_tokens: _Optional[int] = ..., disk_cached_tokens: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., push_seconds: _Optional[float] = ..., bytes_pushed: _Optional[int] = ..., began_ns: _Optional[int] = ...) -> None: ...
 
 class StartGenerateRequest(_message.Message):
     __slots__ = ("request_id", "epoch", "reservation_id", "sampling", "feed", "number", "num_output")
@@ -206,18 +208,20 @@ class Decoded(_message.Message):
     def __init__(self, began_ns: _Optional[int] = ..., ended_ns: _Optional[int] = ..., drafted_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ...) -> None: ...
 
 class Prefilled(_message.Message):
-    __slots__ = ("cached_tokens", "host_cached_tokens", "queue_seconds", "prefill_seconds", "began_ns")
+    __slots__ = ("cached_tokens", "host_cached_tokens", "disk_cached_tokens", "queue_seconds", "prefill_seconds", "began_ns")
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HOST_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DISK_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     BEGAN_NS_FIELD_NUMBER: _ClassVar[int]
     cached_tokens: int
     host_cached_tokens: int
+    disk_cached_tokens: int
     queue_seconds: float
     prefill_seconds: float
     began_ns: int
-    def __init__(self, cached_tokens: _Optional[int] = ..., host_cached_tokens: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., began_ns: _Optional[int] = ...) -> None: ...
+    def __init__(self, cached_tokens: _Optional[int] = ..., host_cached_tokens: _Optional[int] = ..., disk_cached_tokens: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., began_ns: _Optional[int] = ...) -> None: ...
 
 class PromptLogprobsRequest(_message.Message):
     __slots__ = ("request_id", "epoch")
@@ -316,7 +320,7 @@ class WatchRequest(_message.Message):
     def __init__(self, epoch: _Optional[int] = ...) -> None: ...
 
 class WorkerReport(_message.Message):
-    __slots__ = ("whole", "added", "removed", "prompt_tokens", "rows", "positions", "token_seconds", "prompt_tokens_per_second", "free_pages", "prompt_tokens_per_second_beside_rows", "stored_whole", "stored_added", "stored_removed", "stored_price", "adapters", "resident_adapters")
+    __slots__ = ("whole", "added", "removed", "prompt_tokens", "rows", "positions", "token_seconds", "prompt_tokens_per_second", "free_pages", "prompt_tokens_per_second_beside_rows", "stored_whole", "stored_added", "stored_removed", "stored_price", "adapters", "resident_adapters", "parked")
     WHOLE_FIELD_NUMBER: _ClassVar[int]
     ADDED_FIELD_NUMBER: _ClassVar[int]
     REMOVED_FIELD_NUMBER: _ClassVar[int]
@@ -333,6 +337,7 @@ class WorkerReport(_message.Message):
     STORED_PRICE_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     RESIDENT_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    PARKED_FIELD_NUMBER: _ClassVar[int]
     whole: bool
     added: bytes
     removed: bytes
@@ -349,4 +354,5 @@ class WorkerReport(_message.Message):
     stored_price: float
     adapters: bytes
     resident_adapters: bytes
-    def __init__(self, whole: bool = ..., added: _Optional[bytes] = ..., removed: _Optional[bytes] = ..., prompt_tokens: _Optional[int] = ..., rows: _Optional[int] = ..., positions: _Optional[int] = ..., token_seconds: _Optional[float] = ..., prompt_tokens_per_second: _Optional[float] = ..., free_pages: _Optional[int] = ..., prompt_tokens_per_second_beside_rows: _Optional[float] = ..., stored_whole: bool = ..., stored_added: _Optional[bytes] = ..., stored_removed: _Optional[bytes] = ..., stored_price: _Optional[float] = ..., adapters: _Optional[bytes] = ..., resident_adapters: _Optional[bytes] = ...) -> None: ...
+    parked: int
+    def __init__(self, whole: bool = ..., added: _Optional[bytes] = ..., removed: _Optional[bytes] = ..., prompt_tokens: _Optional[int] = ..., rows: _Optional[int] = ..., positions: _Optional[int] = ..., token_seconds: _Optional[float] = ..., prompt_tokens_per_second: _Optional[float] = ..., free_pages: _Optional[int] = ..., prompt_tokens_per_second_beside_rows: _Optional[float] = ..., stored_whole: bool = ..., stored_added: _Optional[bytes] = ..., stored_removed: _Optional[bytes] = ..., stored_price: _Optional[float] = ..., adapters: _Optional[bytes] = ..., resident_adapters: _Optional[bytes] = ..., parked: _Optional[int] = ...) -> None: ...

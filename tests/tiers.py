@@ -23,6 +23,7 @@ NOT_UNIT = (
     "tests/cache/operations/test_sharing.py",
     "tests/cache/operations/test_steps.py",
     "tests/cache/plan/test_rope.py",
+    "tests/cache/store/test_disk_kills.py",
     "tests/cache/store/test_programs.py",
     "tests/chaos",
     "tests/cluster/cli/test_cli.py",

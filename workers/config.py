@@ -73,7 +73,8 @@ class WorkerConfig:
     host_bytes: of host memory for evicted prefixes, over all ranks of the worker; 0: none; None: see
     with_host_bytes(). verify_host: whether what comes back from there is compared with what was put. parked_bytes: of
     host memory for parked sequences, over all ranks of a worker that decodes; None: none is parked. parking: when they
-    are.
+    are. disk_path: a folder for what host memory has no room for, in which each rank has its own; None: none.
+    disk_bytes: of it, over all ranks of the worker.
     token: what every call to the worker must carry. threads None takes an even part of its host's cores, which
     `workers_on_host` share, or leaves torch's own choice where that is None, too. decode_workers: of the island, where
     it is one: they share all threads of the island while no prompt is on its way to them.
@@ -107,6 +108,8 @@ class WorkerConfig:
     state_share: float = 0.25
     host_bytes: int | None = None
     verify_host: bool = False
+    disk_path: str | None = None
+    disk_bytes: int | None = None
     parked_bytes: int | None = None
     max_batch_tokens: int = 1024
     max_sequences: int = 256

@@ -40,9 +40,11 @@ class AdapterNotHeld(WorkerError):
 class NoRoom(WorkerError):
     """Pages, signal slots or sequences are taken; the same call may succeed later.
 
-    coming: ends when running requests have given room up for this one; None where they do not."""
+    coming: ends when running requests have given room up for this one; None where they do not. would_park: whether they
+    would, if the call allowed it."""
 
     coming: "Future[None] | None" = None
+    would_park: bool = False
 
 
 class Stale(WorkerError):

@@ -4,9 +4,13 @@ keeps of them."""
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
+from tandem import __version__
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.layout import KVLayout
@@ -18,9 +22,13 @@ from tandem.cache.plan.pool_sizes import (
     num_snapshots,
     pages_of_groups,
 )
+from tandem.cache.store.disk.disk_pages import DiskSpace
+from tandem.cache.store.disk.page_files import FileShape
 from tandem.cache.store.host_store import HostStore
 from tandem.cache.store.parked_store import ParkedStore
 from tandem.transfer.machine_memory import machine_memory
+from tandem.cache.store.tiered_store import TieredStore
+from tandem.workers.checkpoint.identity import checkpoint_identity
 from tandem.workers.config import WorkerConfig
 from tandem.workers.handoff.sequence_room import longest_append
 from tandem.workers.ranks.ranks import Ranks, sum_words
@@ -88,7 +96,7 @@ def keep_on_host(
     sharing: bool,
 ) -> None:
     """Gives a cache the stores in host memory that config asks for; see host_store() and parked_store()."""
-    store = host_store(config, layout, num_pages, pools, ranks) if sharing else None
+    store = host_store(config, layout, num_pages, pools, ranks, cache.layout) if sharing else None
     if store is not None:
         cache.keep_evicted(store)
     if config.parks:
@@ -96,10 +104,17 @@ def keep_on_host(
 
 
 def host_store(
-    config: WorkerConfig, layout: KVLayout, num_pages: int, pools: Sequence[Tensor], ranks: Ranks
+    config: WorkerConfig,
+    layout: KVLayout,
+    num_pages: int,
+    pools: Sequence[Tensor],
+    ranks: Ranks,
+    own: KVLayout | None = None,
 ) -> HostStore | None:
-    """For evicted prefixes, where config.host_bytes asks for one. layout: the largest of the island, by which all ranks
-    keep as many pages. Raises InvalidArgument where the bytes hold too few."""
+    """For evicted prefixes, where config.host_bytes asks for one, with a disk behind it where config has that. layout:
+    the largest of the island, by which all ranks keep as many pages. own: that of this rank; None: the same. Raises
+    InvalidArgument where the bytes hold too few."""
+    own = layout if own is None else own
     if not config.host_bytes:
         return None
     slots = host_slots(config, layout, num_pages)
@@ -108,7 +123,35 @@ def host_store(
         raise InvalidArgument(f"cache.host_bytes is {config.host_bytes}; at least {least} are accepted")
     agree = partial(sum_words, ranks, device=pools[0].device)
     layers = None if layout.recurs or layout.has_encoder else [group.layers for group in layout.groups]
-    return HostStore(pools, slots, layers=layers, verify=config.verify_host, agree=agree, grows=True)
+    options: dict[str, Any] = {"layers": layers, "verify": config.verify_host, "agree": agree, "grows": True}
+    if config.disk_path is None:
+        return HostStore(pools, slots, **options)
+    return TieredStore(pools, slots, disk_space(config, layout, num_pages, own), **options)
+
+
+def disk_space(config: WorkerConfig, layout: KVLayout, num_pages: int, own: KVLayout) -> DiskSpace:
+    """The folder of this rank, and each layer group's part of config.disk_bytes: as host_slots() divides. What is found
+    there is used again by workers with the same weights, layout and settings that K and V depend on. own: the layout of
+    this rank. Raises InvalidArgument where the bytes hold too few."""
+    assert config.disk_path is not None, "the caller asks for it"
+    counts, ranks = _kept_on_host(config, layout, num_pages), config.island_ranks[config.pe]
+    sizes = [count * layout.page_bytes(group) for group, count in enumerate(counts)]
+    given, total = config.disk_bytes or 0, sum(sizes)
+    least = ranks * max(
+        -(-total * FileShape.least_bytes(layout.page_bytes(group)) // size) for group, size in enumerate(sizes) if size
+    )
+    if given < least:
+        raise InvalidArgument(f"cache.disk_bytes is {given}; at least {least} are accepted")
+    folder = Path(config.disk_path) / config.island / f"worker{config.pe}-rank{config.rank}"
+    return DiskSpace(folder, [given // ranks * size // total for size in sizes], _fingerprint(config, own))
+
+
+def _fingerprint(config: WorkerConfig, layout: KVLayout) -> bytes:
+    models = [config.model_path, *filter(None, [config.speculation.draft])]
+    weights = [checkpoint_identity(Path(path), config.load_format) for path in models]
+    decides = config.dtype, config.kv_cache_dtype, config.k_scale, config.v_scale, config.max_model_len
+    parts = __version__, weights, layout.fingerprint, decides, config.speculation.method, config.device
+    return blake2b(repr(parts).encode(), digest_size=16).digest()
 
 
 def parked_store(config: WorkerConfig, layout: KVLayout, num_pages: int, pools: Sequence[Tensor]) -> ParkedStore:

@@ -9,7 +9,7 @@ class SequenceState(NamedTuple):
     num_tokens: positions appended; a sliding window has evicted some of them. border: those of its encoder, padding
     included; 0 without one. encoder_len: the same without padding. bytes_sent: of positions that forwards have sent or
     were planned to send, without what the receiver's map skips; less again after a pop. num_fetched: of the prefix that
-    it began with, what a store copied back for it.
+    it began with, what a store copied back for it. num_lifted: of this, what a disk had.
     """
 
     num_tokens: int
@@ -17,6 +17,7 @@ class SequenceState(NamedTuple):
     encoder_len: int
     bytes_sent: int
     num_fetched: int = 0
+    num_lifted: int = 0
 
 
 class PageCounts(NamedTuple):
@@ -32,6 +33,8 @@ class PageCounts(NamedTuple):
 
     What begins with host_ is of the store behind the prefix index, see StoreCounts: host_bytes is its capacity.
     host_skipped_hits: prompts for which it had pages that were computed, because that took less time than copying them.
+    What begins with disk_ is of the disk behind that store, see DiskCounts: disk_bytes is its capacity.
+    disk_skipped_hits: looks for a prompt's pages that found reading them slower than computing.
     What begins with parked is of the store of parked sequences: their number, its capacity, and the bytes that they
     take.
     """
@@ -52,6 +55,15 @@ class PageCounts(NamedTuple):
     host_hits: int = 0
     host_bad_pages: int = 0
     host_skipped_hits: int = 0
+    disk_bytes: int = 0
+    disk_bytes_used: int = 0
+    disk_pages_down: int = 0
+    disk_pages_up: int = 0
+    disk_bad_pages: int = 0
+    disk_lost_pages: int = 0
+    disk_errors: int = 0
+    disk_adopted_pages: int = 0
+    disk_skipped_hits: int = 0
     parked: int = 0
     parked_bytes: int = 0
     parked_bytes_used: int = 0

@@ -7,13 +7,14 @@ from torch import Tensor
 
 from tandem.cache.operations.holdings import PageCounts, Room, SequenceState
 from tandem.cache.operations.parts import Ids, Parts
+from tandem.cache.operations.stored import with_store
 from tandem.cache.pages.prefix_log import PrefixChanges
 from tandem.cache.pages.sequence_table import ids_of
 from tandem.cache.plan.arrays import Int32Array, Int64Array, checked_reach, integer, integers
 from tandem.cache.plan.errors import CacheError, InvalidArgument, OutOfPages
 from tandem.cache.plan.prefix_chain import encoder_salt
 from tandem.cache.plan.spans import NO_WINDOW, Sliding
-from tandem.cache.store.page_store import PageStore, StoreCounts
+from tandem.cache.store.page_store import PageStore
 
 
 class SequenceCalls(Parts):
@@ -183,7 +184,9 @@ class SequenceCalls(Parts):
                 return 0
             raise
         self._fences.arrive(row)
-        self._table.fetched[row] = min(self._pools.num_fetched, num_pages) * self.layout.page_size
+        stored = self._table.fetched, self._table.lifted
+        for positions, count in zip(stored, (self._pools.num_fetched, self._pools.num_lifted), strict=True):
+            positions[row] = min(count, num_pages) * self.layout.page_size
         return num_pages * self.layout.page_size
 
     def publish_prefix(self, sequence: int, token_ids: Sequence[int] | Int64Array, salt: bytes = b"") -> None:
@@ -248,7 +251,7 @@ class SequenceCalls(Parts):
             counts = enumerate(marks.num_slots_sent(row))
             sent = sum(count * self.layout.entry_bytes(group) for group, count in counts)
         where = table.num_positions(row), table.border(row), int(table.encoder_lens[row])
-        return SequenceState(*where, sent, int(table.fetched[row]))
+        return SequenceState(*where, sent, int(table.fetched[row]), int(table.lifted[row]))
 
     @property
     def pages(self) -> PageCounts:
@@ -260,7 +263,7 @@ class SequenceCalls(Parts):
         )
         counts = PageCounts(total, free, len(pools.prefixes), max(map(mul, pools.num_draining, together)))
         if pools.prefixes.store is not None:
-            counts = _with_store(counts, pools.prefixes.store.counts)._replace(host_skipped_hits=pools.num_skipped)
+            counts = with_store(counts, pools)
         if self._parked is not None:
             counts = counts._replace(
                 parked=self._parked.counts.sequences,
@@ -320,14 +323,3 @@ class SequenceCalls(Parts):
     def _check_sharing(self, sequence: int) -> None:
         if self._table.sliding.windows[self._table.row(sequence)]:
             raise InvalidArgument(f"sequence {sequence} slides; only sequences that do not share prefixes")
-
-
-def _with_store(counts: PageCounts, store: StoreCounts) -> PageCounts:
-    return counts._replace(
-        host_bytes=store.capacity,
-        host_bytes_used=store.used,
-        host_pages_down=store.pages_down,
-        host_pages_up=store.pages_up,
-        host_hits=store.hits,
-        host_bad_pages=store.bad_pages,
-    )

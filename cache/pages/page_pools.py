@@ -1,6 +1,7 @@
 """The pages of all layer groups, and the prefix index that gives way when they run out."""
 
 from collections.abc import Sequence
+from operator import mul
 
 import numpy as np
 
@@ -34,8 +35,12 @@ class PagePools:
         self.prefixes = PrefixIndex(self.allocators, page_size, spans, together)
         self.num_fetched = 0
         """By how many entries the last match is longer than it would be without a store, at most."""
+        self.num_lifted = 0
+        """The part of num_fetched that is due to pages from a disk."""
         self.num_skipped = 0
         """Prompts whose pages in the store would have cost more than computing them."""
+        self.num_unread = 0
+        """Times that below() found a disk too slow."""
         self._page_size = page_size
         self.copies = NO_COPIES
         """Those between the pools and the store of the prefix index."""
@@ -66,10 +71,31 @@ class PagePools:
     ) -> tuple[int, PageIds]:
         """The longest known prefix, see PrefixIndex.match. What a store has of it is fetched first, and indexed, where
         that takes at most most_bytes for each position that the prefix is longer."""
-        digests, self.num_fetched = self.prefixes.digests(token_ids, max_pages, salt), 0
+        digests = self.prefixes.digests(token_ids, max_pages, salt)
+        self.num_fetched = self.num_lifted = 0
         if self.prefixes.store is not None:
             self._bring_up(digests, self.prefixes.store, border, most_bytes)
         return self.prefixes.match(digests, border)
+
+    def below(
+        self, token_ids: Int64Array, max_pages: int, salt: bytes, border: int, most_bytes: int | None
+    ) -> list[tuple[int, list[bytes]]]:
+        """What PageStore.lift() takes, so that match() then finds a longer prefix; nothing where a disk has none, or
+        where it is to read more than most_bytes for each position."""
+        store = self.prefixes.store
+        if store is None or store.disk_counts is None:
+            return []
+        digests = self.prefixes.digests(token_ids, max_pages, salt)
+        found = self.prefixes.below(digests, store, border)
+        if found is None:
+            return []
+        names = [(group, [digests[i] for i in at.tolist()]) for group, at in enumerate(found.indexes)]
+        counts = [np.count_nonzero(~store.find(*of)) for of in names]
+        num_bytes = sum(map(mul, counts, store.page_bytes))
+        if most_bytes is not None and num_bytes > most_bytes * found.longer * self._page_size:
+            self.num_unread += 1
+            return []
+        return names
 
     def allocate(self, counts: Sequence[int]) -> PageIds:
         """counts[i] pages of group i; evicts prefixes where free ones do not suffice. OutOfPages changes nothing."""
@@ -122,12 +148,13 @@ class PagePools:
             for allocator, ids in own:
                 allocator.release(ids)
         wanted = [NamedPages(*of, ids) for of, ids in zip(names, fresh, strict=True)]
+        num_lifted = self.prefixes.num_lifted(digests, store, lacking, border)
         given = np.full((len(fresh), len(digests)), NO_PAGE, np.int32)
         for row, at, ids, good in zip(given, lacking.indexes, fresh, store.fetch(wanted), strict=True):
             row[at[good]] = ids[good]
         self.prefixes.add(digests, given)
         self.release(fresh)
-        self.num_fetched = lacking.longer
+        self.num_fetched, self.num_lifted = lacking.longer, num_lifted
 
     def _check_room(self, gone: PageIds, counts: Sequence[int]) -> None:
         """OutOfPages unless eviction can make room for counts[i] pages of group i once `gone` is released."""

@@ -1,6 +1,6 @@
 """Pages that hold the KV of known token prefixes, for other sequences to share."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +16,10 @@ from tandem.cache.store.page_store import NamedPages, PageStore
 
 NO_PAGE = -1
 MOST_STORED = 1 << 16  # keys that the log of pages in the store has room for, beside those of pages
+
+
+Find = Callable[[int], NDArray[np.bool_]]
+"""Of a layer group, which pages of a chain of digests are stored."""
 
 
 class Lacking(NamedTuple):
@@ -179,8 +183,11 @@ class PrefixIndex:
 
     def lacking(self, digests: Sequence[bytes], store: PageStore, border: int = 0) -> Lacking | None:
         """What is to be fetched for a longer prefix than match() would find; None where the store has none."""
+        return self._lacking(digests, lambda group: store.find(group, digests), border)
+
+    def _lacking(self, digests: Sequence[bytes], find: Find, border: int) -> Lacking | None:
         pages = self._pages_of(digests)
-        stored = np.array([store.find(group, digests) for group in range(len(self._groups))]) & (pages == NO_PAGE)
+        stored = np.array([find(group) for group in range(len(self._groups))]) & (pages == NO_PAGE)
         length, begins = self._longest(_known(np.where(stored, np.int32(0), pages)), border)
         known = self._longest(_known(pages), border)[0]
         if length <= known:
@@ -191,6 +198,33 @@ class PrefixIndex:
             indexes.append(needed[row[needed] == NO_PAGE])
             held.append(row[needed][row[needed] != NO_PAGE])
         return Lacking(length - known, indexes, held)
+
+    def below(self, digests: Sequence[bytes], store: PageStore, border: int = 0) -> Lacking | None:
+        """As lacking(), with what a disk behind the store has; None where that makes no prefix longer than lacking()
+        says. longer: than with the store alone."""
+        deep = self._lacking(digests, lambda of: store.find(of, digests) | store.find_below(of, digests), border)
+        if deep is None:
+            return None
+        above = self.lacking(digests, store, border)
+        longer = deep.longer - (0 if above is None else above.longer)
+        return deep._replace(longer=longer) if longer else None
+
+    def num_lifted(self, digests: Sequence[bytes], store: PageStore, lacking: Lacking, border: int = 0) -> int:
+        """By how many entries `lacking` is longer because of pages that came from the disk."""
+        names = [[digests[index] for index in at.tolist()] for at in lacking.indexes]
+        if not any(store.are_lifted(group, of).any() for group, of in enumerate(names)):
+            return 0
+        without = self._lacking(
+            digests, lambda group: store.find(group, digests) & ~store.are_lifted(group, digests), border
+        )
+        return lacking.longer - (0 if without is None else without.longer)
+
+    def tend(self) -> None:
+        """See PageStore.tend."""
+        if self.store is not None:
+            adopted = [digest for digest in self.store.tend() if digest not in self._entries]
+            self._reach.add(_keys(adopted))
+            self.forget_stored()
 
     def publish(self, token_ids: Int64Array, pages: tuple[Int32Array, ...], salt: bytes = b"", border: int = 0) -> None:
         """Indexes pages as the KV of the first n pages of token_ids, which hold so many; known ones stay.

@@ -48,6 +48,7 @@ class SequenceTable:
     cuts: how often positions of a row were taken back. shortened: whether they were since it last grew: only then its
     last page, partly used, may be another's too, for else what is shared is full pages. groups: pages, per layer group.
     arriving: the number of the last copy up of a row's pages, see PageCopies. fetched: positions of those pages.
+    lifted: those of them that came from a disk.
     encoder_lens: positions of each row's encoder. borders: the page index behind these; both 0 without an encoder.
     """
 
@@ -63,6 +64,7 @@ class SequenceTable:
         self.shortened = np.zeros(max_sequences, np.bool_)
         self.arriving = np.zeros(max_sequences, np.int64)
         self.fetched = np.zeros(max_sequences, np.int64)
+        self.lifted = np.zeros(max_sequences, np.int64)
         self.num_cuts = 0  # of all rows
         self.sliding = SlidingTable(max_sequences, page_size)
         self.encoder_lens = np.zeros(max_sequences, np.int64)
@@ -92,7 +94,7 @@ class SequenceTable:
             raise OutOfSequences(f"sequence {sequence} is one too many; max_sequences is {self.max_sequences}")
         row = self._vacant.pop()
         self._rows[sequence] = row
-        self.lengths[row] = self.reserved[row] = self.arriving[row] = self.fetched[row] = 0
+        self.lengths[row] = self.reserved[row] = self.arriving[row] = self.fetched[row] = self.lifted[row] = 0
         self.encoder_lens[row], self.borders[row] = encoder_len, -(-encoder_len // self.page_size)
         self.receiving[row] = self.unclean[row] = self.shortened[row] = False
         for group in self.groups:

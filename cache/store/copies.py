@@ -142,6 +142,16 @@ class PageCopies:
         if number in self._under_way:
             self._under_way[number].copy.wait()
 
+    @property
+    def last(self) -> int:
+        """The number of the copies that were queued last."""
+        return self._number
+
+    def settle(self, group: int, slots: Int32Array) -> None:
+        """Returns once no copy reads or writes these slots, int32 [n]."""
+        for copy in self._of(self._slots[group], slots) if self._under_way else ():
+            copy.finish()
+
     def is_past(self, number: int) -> bool:
         """Whether the copies of that number are done."""
         return number not in self._under_way or self._under_way[number].copy.is_done()

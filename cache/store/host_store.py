@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.store.copies import DirectLanes, Lanes, Moves, PageCopies
+from tandem.cache.store.disk.disk_pages import DiskCounts
 from tandem.cache.store.host_memory import HostMemory
 from tandem.cache.store.page_store import NamedPages, PageNames, StoreCounts
 from tandem.cache.store.page_sums import PageSums, words_of
@@ -58,6 +59,7 @@ class HostStore:
         num_pages = [pool.shape[0] for pool in pools]
         self.copies = PageCopies(lanes, num_pages, num_slots, self.page_bytes, begins)
         self._down = self._up = self._hits = self._bad = 0
+        self._filled = [np.zeros(count, np.int64) for count in num_slots]  # how often each slot was
 
     @property
     def memory(self) -> HostMemory:
@@ -65,18 +67,23 @@ class HostStore:
 
     def put(self, evicted: NamedPages) -> None:
         group = evicted.group
-        shelf, page_of = self._shelves[group], dict[int, int]()
+        shelf, page_of, names = self._shelves[group], dict[int, int](), dict[int, bytes]()
         for digest, page in zip(evicted.digests, evicted.pages.tolist(), strict=True):
             slot = shelf.put(digest)
             if slot is not None:
-                page_of[slot] = page  # a slot that gave way at once gets the later page only
+                page_of[slot], names[slot] = page, digest  # a slot that gave way at once gets the later page only
         if not page_of:
             return
         self._memory.await_slot(group, max(page_of))
         pages, slots = (np.fromiter(each, np.int32, len(page_of)) for each in (page_of.values(), page_of))
+        self._filled[group][slots] += 1
         sums = None if self._sums is None else self._sums[group]
         self.copies.down(Moves(group, pages, slots), None if sums is None else lambda: sums.note(pages, slots))
         self._down += len(page_of)
+        self._came(group, names)
+
+    def _came(self, group: int, names: dict[int, bytes]) -> None:
+        """Slots of a group are filled by copies that were queued last. names: digests by slot."""
 
     def has(self, digest: bytes) -> bool:
         return any(digest in shelf for shelf in self._shelves)
@@ -127,6 +134,37 @@ class HostStore:
         self._up += num_pages
         self._hits += num_pages > 0
         return found
+
+    # Nothing is below
+
+    def find_below(self, group: int, digests: Sequence[bytes]) -> NDArray[np.bool_]:
+        return np.zeros(len(digests), np.bool_)
+
+    def are_lifted(self, group: int, digests: Sequence[bytes]) -> NDArray[np.bool_]:
+        return np.zeros(len(digests), np.bool_)
+
+    def lift(self, wanted: Sequence[PageNames]) -> int:
+        return 0
+
+    def is_lifted(self, number: int) -> bool:
+        return True
+
+    def land(self, number: int) -> int:
+        return 0
+
+    def tend(self) -> list[bytes]:
+        return []
+
+    @property
+    def disk_rate(self) -> float:
+        return 0.0
+
+    @property
+    def disk_counts(self) -> DiskCounts | None:
+        return None
+
+    def close(self) -> None:
+        pass
 
     @property
     def counts(self) -> StoreCounts:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from tandem.cache.plan.arrays import Int32Array
 from tandem.cache.store.copies import PageCopies
+from tandem.cache.store.disk.disk_pages import DiskCounts
 
 
 class NamedPages(NamedTuple):
@@ -94,6 +95,48 @@ class PageStore(Protocol):
     def fetch(self, wanted: Sequence[NamedPages]) -> list[NDArray[np.bool_]]:
         """Copies pages of one prompt back. Returns for each of `wanted` a bool [n]: which of its pages hold what their
         digests name, once they are copied. The others mean nothing."""
+        ...
+
+    def find_below(self, group: int, digests: Sequence[bytes]) -> NDArray[np.bool_]:
+        """bool [n]: which pages of a group a disk has that is behind this store. Depends on time, as tend() does."""
+        ...
+
+    def are_lifted(self, group: int, digests: Sequence[bytes]) -> NDArray[np.bool_]:
+        """bool [n]: which pages came from the disk, and have not been fetched since."""
+        ...
+
+    def lift(self, wanted: Sequence[PageNames]) -> int:
+        """Makes room for those of these pages that it has not, and begins to read them from the disk. The others count
+        as just used. Returns a number for is_lifted() and land(), 0 where there is no room, or nothing to be read. The
+        number is that of an earlier call where that reads all of them."""
+        ...
+
+    def is_lifted(self, number: int) -> bool:
+        """Whether the pages of lift() have come, as far as they do. Depends on time: all ranks learn it by land()."""
+        ...
+
+    def land(self, number: int) -> int:
+        """Returns how many pages of lift() are known from now on: those that the disks of all ranks had. Waits for
+        them. Once for each number, in their order."""
+        ...
+
+    def tend(self) -> list[bytes]:
+        """To be called often. Hands to the disk what is to be written there by now. Returns digests of pages that were
+        found on it since the last call."""
+        ...
+
+    @property
+    def disk_rate(self) -> float:
+        """Bytes a second that were read from the disk lately; 0 before."""
+        ...
+
+    @property
+    def disk_counts(self) -> DiskCounts | None:
+        """None without a disk."""
+        ...
+
+    def close(self) -> None:
+        """Ends its threads, and gives up the disk. Idempotent."""
         ...
 
     @property

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.cache.plan.arrays import Int32Array
@@ -18,12 +20,22 @@ class PageSums:
         """pool: [num_pages, n], see words_of."""
         self._pool = pool
         self._weights = _odd_weights(pool)
+        self._on_host = self._weights.cpu().numpy()
         self._sums = torch.zeros(num_slots, dtype=torch.int64, device=pool.device)
 
     def note(self, pages: Int32Array, slots: Int32Array) -> None:
         """slots[i] gets what is in pages[i]; int32 [n] both."""
         for page, slot in zip(pages.tolist(), slots.tolist(), strict=True):
             self._sums[slot] = self._sum(page)
+
+    def of_host(self, page: NDArray[np.uint8]) -> int:
+        """The sum of a page, uint8 [n], in host memory. From any thread."""
+        words = page.view(np.int64) if self._on_host.size * 8 == page.size else page.astype(np.int64)
+        return int(np.dot(words, self._on_host))
+
+    def set(self, slot: int, total: int) -> None:
+        """A slot got a page with that sum."""
+        self._sums[slot] = total
 
     def are_bad(self, pages: Int32Array, slots: Sequence[int]) -> list[bool]:
         """Whether pages[i] is not what slots[i] got. Waits for the device."""

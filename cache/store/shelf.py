@@ -14,6 +14,8 @@ class Shelf:
         self._next = 0  # the first slot that was never used
         self._free = list[int]()  # those that were, and are not now
         self._held = frozenset[bytes]()
+        self.reserved: dict[bytes, int] = {}
+        """Slots of pages that are yet to come; to be read only."""
         self._forgotten = list[bytes]()
 
     def __len__(self) -> int:
@@ -29,6 +31,11 @@ class Shelf:
     def slots(self, digests: Iterable[bytes]) -> list[int]:
         """Of known ones."""
         return [self._slots[digest] for digest in digests]
+
+    def adopt(self, slots: dict[bytes, int]) -> None:
+        """Slots that are filled, the least recently used first. Nothing was put before."""
+        self._slots, self._next = OrderedDict(slots), max(slots.values(), default=-1) + 1
+        self._free = sorted(set(range(self._next)) - set(slots.values()), reverse=True)
 
     def hold(self, digests: Sequence[bytes]) -> None:
         """Until the next call put() gives none of these up. They become the last used, the first of them last."""
@@ -51,6 +58,28 @@ class Shelf:
                 return None
             self.drop(oldest)
         self._slots[digest] = slot = self._free.pop()
+        return slot
+
+    def reserve(self, digests: Sequence[bytes]) -> list[int] | None:
+        """Slots for pages that are yet to come, which are not known before place(). The least recently used ones give
+        way; None, and nothing changes, where there are fewer than so many."""
+        room = self.num_slots - len(self.reserved) - len(self._held)
+        if len(digests) > room:
+            return None
+        for digest in digests:
+            slot = self.put(digest)
+            assert slot is not None, "there is room for it, and it is not known"
+            del self._slots[digest]
+            self.reserved[digest] = slot
+        return [self.reserved[digest] for digest in digests]
+
+    def place(self, digest: bytes, *, is_good: bool) -> int | None:
+        """A page has come into its reserved slot, or has not. Returns the slot; None where that is free again."""
+        slot = self.reserved.pop(digest)
+        if not is_good or digest in self._slots:
+            self._free.append(slot)
+            return None
+        self._slots[digest] = slot
         return slot
 
     def drop(self, digest: bytes) -> None:

@@ -171,6 +171,12 @@ def _table(island: inference_pb2.IslandInfo) -> Table:
         if worker.state_pages:
             states = (worker.state_pages, worker.free_state_pages, worker.snapshots)
             table.add_row("", "states", "", "", *map(str, states), "", "", "", _memory(worker.snapshot_bytes))
+        for tier, size, used in (
+            ("host memory", worker.host_bytes, worker.host_bytes_used),
+            ("disk", worker.disk_bytes, worker.disk_bytes_used),
+        ):
+            if size:
+                table.add_row("", tier, *[""] * 8, _memory(used))
         if worker.parked_bytes:
             table.add_row("", "parked", *[""] * 7, str(worker.parked), _memory(worker.parked_bytes_used))
         for one in worker.ranks:

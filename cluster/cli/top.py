@@ -40,6 +40,8 @@ class WorkerView:
     draining_pages: int
     host_bytes: int
     host_bytes_used: int
+    disk_bytes: int
+    disk_bytes_used: int
     prompt_tokens: float
     decoded_tokens: float
     pushed_bytes: float
@@ -177,10 +179,14 @@ def _scaling(view: ClusterView) -> str:
 def _table(workers: list[WorkerView]) -> Table:
     table = Table()
     names = ("island", "epoch", "pe", "role", "host", "running", "waiting", "parked", "pages", "cached", "draining")
-    on_host = any(one.host_bytes for one in workers)
-    for name in (*names, *["host MiB"] * on_host, "prompt tok/s", "decode tok/s", "push MiB/s", "step ms"):
+    tiers = {
+        "host MiB": [(one.host_bytes_used, one.host_bytes) for one in workers],
+        "disk MiB": [(one.disk_bytes_used, one.disk_bytes) for one in workers],
+    }
+    tiers = {name: of for name, of in tiers.items() if any(size for _, size in of)}
+    for name in (*names, *tiers, "prompt tok/s", "decode tok/s", "push MiB/s", "step ms"):
         table.add_column(name, justify="left" if name in ("island", "role", "host") else "right")
-    for one in workers:
+    for index, one in enumerate(workers):
         role = f"{one.role} ×{one.ranks}" if one.ranks else one.role
         where = (one.island, one.epoch, one.pe, role, one.host)
         if not one.alive:
@@ -188,7 +194,7 @@ def _table(workers: list[WorkerView]) -> Table:
             table.add_row(*map(str, where), f"lost{stalled}", style="bold red")
             continue
         pages = (f"{one.used_pages}/{one.pages}", one.cached_pages, one.draining_pages)
-        pages += (f"{one.host_bytes_used / MIB:.0f}/{one.host_bytes / MIB:.0f}",) * on_host
+        pages += tuple("/".join(f"{size / MIB:.0f}" for size in of[index]) for of in tiers.values())
         load = (one.running, one.waiting, one.parked)
         rates = (f"{one.prompt_tokens:.0f}", f"{one.decoded_tokens:.0f}", f"{one.pushed_bytes / MIB:.1f}")
         table.add_row(*map(str, (*where, *load, *pages, *rates, f"{1000 * one.token_seconds:.1f}")))
@@ -215,6 +221,8 @@ def _worker(island: inference_pb2.IslandInfo, worker: inference_pb2.WorkerInfo, 
         draining_pages=worker.draining_pages,
         host_bytes=worker.host_bytes,
         host_bytes_used=worker.host_bytes_used,
+        disk_bytes=worker.disk_bytes,
+        disk_bytes_used=worker.disk_bytes_used,
         prompt_tokens=rate("prompt_tokens"),
         decoded_tokens=rate("decoded_tokens"),
         pushed_bytes=rate("bytes_pushed"),

@@ -63,6 +63,7 @@ class Usage:
     drafted_tokens: int = 0  # by speculation
     accepted_tokens: int = 0  # of these
     host_cached_tokens: int = 0  # of cached_tokens: copied back from host memory
+    disk_cached_tokens: int = 0  # of host_cached_tokens: read from a disk before
 
 
 @dataclass(frozen=True)

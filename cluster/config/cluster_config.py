@@ -14,12 +14,12 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
+from tandem.cluster.config.cache_section import CacheSection
 from tandem.cluster.config.errors import explain, names
 from tandem.cluster.config.file import environment_keys, parse_override, put, read_mapping
 from tandem.cluster.config.island import IslandSection
 from tandem.cluster.config.scaling import ScalingSection
 from tandem.cluster.config.sections import (
-    CacheSection,
     GatewaySection,
     LoggingSection,
     MetricsSection,

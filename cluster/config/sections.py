@@ -1,6 +1,5 @@
 """The sections of a cluster's YAML: keys, their types, limits and defaults."""
 
-from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import (
@@ -13,19 +12,16 @@ from pydantic import (
     model_validator,
 )
 
-from tandem.cluster.config.model import find_model, model_name, model_root, usable_path
+from tandem.cluster.config.model import find_model, model_name, model_root
 from tandem.cluster.config.nodes import GatewayNodes
+from tandem.cluster.config.paths import ResolvedPath
 from tandem.cluster.config.units import (
-    AnyBytes,
-    Bytes,
     Calls,
     Cpus,
-    Factor,
     Fraction,
     Hosts,
     Mebibytes,
     Messages,
-    Pages,
     Placements,
     Port,
     Positions,
@@ -44,11 +40,6 @@ from tandem.workers.config import TOKEN_SHARE, RecordSettings
 from tandem.workers.logs import LogSettings
 
 
-def _resolve(path: str) -> str:
-    """Workers do not share the caller's working directory."""
-    return str(Path(usable_path(path)).expanduser().resolve())
-
-
 def _names(value: object) -> object:
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not names or not all(isinstance(name, str) and name for name in names):
@@ -56,7 +47,6 @@ def _names(value: object) -> object:
     return names
 
 
-ResolvedPath = Annotated[str, AfterValidator(_resolve)]
 ModelPath = Annotated[str, AfterValidator(find_model)]
 Names = Annotated[list[str], BeforeValidator(_names), Field(json_schema_extra={"accepted": "text, or a list of texts"})]
 
@@ -88,69 +78,6 @@ class ModelSection(Section):
     def root(self) -> str:
         """Where clients find its tokenizer: see model_root()."""
         return model_root(self.path or "")
-
-
-class CacheSection(Section):
-    page_size: Literal[8, 16, 32, 64, 128] = Field(default=16, json_schema_extra={"unit": "positions"})
-    """positions in one KV page; on a GPU at most 64 in 16 bits; must divide the attention chunks of Llama 4"""
-    num_pages: Pages | None = Field(default=None, le=1 << 24)
-    """KV pages in each worker's pool, the same on every worker; null is 1024 on a CPU, and on a GPU as many as
-    gpu_memory_utilization allows"""
-    gpu_memory_utilization: Fraction | None = None
-    """fraction of a GPU's memory that weights, KV pages and workspace may take; null is 0.9, unless num_pages is
-    given"""
-    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
-    """element type of stored K and V, latents and index keys; auto is model.dtype, or FP8 if the checkpoint says so"""
-    k_scale: Factor | None = Field(default=None, allow_inf_nan=False)
-    """with fp8_e4m3, the factor of stored K in every layer; null takes the checkpoint's scales, or 1. Must be null for
-    latents, which carry their own scales"""
-    v_scale: Factor | None = Field(default=None, allow_inf_nan=False)
-    """the same for V"""
-    prefix_sharing: bool = True
-    """whether requests share the pages of equal prefixes"""
-    state_interval: Positions | None = 512
-    """for models with recurrent layers: positions between two snapshots of the states. A cached prefix can end at a
-    snapshot, and there is one at the last full page, too. Must be a multiple of page_size; null keeps no snapshots, so
-    no prefix is cached"""
-    state_share: Share = Field(default=0.25, ge=0, le=1)
-    """memory of the snapshots, as a fraction of the bytes of the pages with K and V. Above 0 there is room for at least
-    one snapshot per 16 of max_sequences + 8"""
-    host_bytes: AnyBytes | None = Field(default=None, le=1 << 44)
-    """host memory of each worker for prefixes that its pages have no room for: they are copied there when they are
-    evicted, and back when a prompt begins with one, unless computing it takes less time. 0 keeps none; null keeps none
-    on CPUs. On a GPU host null is a quarter of its memory, in even parts for all workers there, at most 64 GiB each. A
-    control group's limit counts as the host's memory"""
-    verify_host: bool = False
-    """whether pages that come back from there are compared with what was copied; one that differs is computed again"""
-
-    parked_bytes: Bytes | None = Field(default=None, le=1 << 44)
-    """host memory of each worker that decodes, for running sequences that give their pages up to requests of a lower
-    priority; null: no sequence does"""
-
-    @field_validator("state_interval")
-    @classmethod
-    def _whole_pages(cls, interval: int | None, info: ValidationInfo) -> int | None:
-        page_size = info.data.get("page_size")
-        if interval is not None and page_size is not None and interval % page_size:
-            raise ValueError(f"must be a multiple of cache.page_size, {page_size}, or null")
-        return interval
-
-    @field_validator("gpu_memory_utilization")
-    @classmethod
-    def _alone(cls, utilization: float | None, info: ValidationInfo) -> float | None:
-        num_pages = info.data.get("num_pages")
-        if utilization is not None and num_pages is not None:
-            raise ValueError(
-                f"must be null where cache.num_pages is given, here {num_pages}: one follows from the other"
-            )
-        return utilization
-
-    @field_validator("k_scale", "v_scale")
-    @classmethod
-    def _of_fp8(cls, scale: float | None, info: ValidationInfo) -> float | None:
-        if scale is not None and info.data.get("kv_cache_dtype") != "fp8_e4m3":
-            raise ValueError("must be null unless cache.kv_cache_dtype is fp8_e4m3")
-        return scale
 
 
 class SchedulerSection(Section):

@@ -35,6 +35,14 @@ RULES = (
     Unused("speculation.max_ngram", "speculation.method", lambda method: method != "ngram"),
     Unused("cache.host_bytes", "cache.prefix_sharing", lambda sharing: not sharing, "no prefix is cached then"),
     Unused("cache.verify_host", "cache.host_bytes", lambda host_bytes: not host_bytes),
+    Unused("cache.disk_path", "cache.host_bytes", lambda host_bytes: not host_bytes, "it is behind host memory"),
+    Unused(
+        "cache.disk_path",
+        "record.folder",
+        lambda folder: folder is not None,
+        "a replay cannot read what earlier runs have left there",
+    ),
+    Unused("cache.disk_bytes", "cache.disk_path", lambda path: path is None),
     Unused("scheduler.max_parked", "cache.parked_bytes", lambda parked_bytes: parked_bytes is None),
     Unused("scheduler.parked_seconds", "cache.parked_bytes", lambda parked_bytes: parked_bytes is None),
     Unused(

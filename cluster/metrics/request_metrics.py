@@ -133,6 +133,7 @@ class _Watched(RequestObserver):
             recorder.add(series.PREFIX_QUERIES, usage.prompt_tokens)
             recorder.add(series.PREFIX_HITS, usage.cached_tokens)
             recorder.add(series.HOST_HITS, usage.host_cached_tokens)
+            recorder.add(series.DISK_HITS, usage.disk_cached_tokens)
             recorder.add(series.DRAFTED, usage.drafted_tokens)
             recorder.add(series.ACCEPTED, usage.accepted_tokens)
         if reason not in (FinishReason.STOP, FinishReason.LENGTH):

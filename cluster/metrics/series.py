@@ -21,6 +21,7 @@ GENERATION_TOKENS = Counter("vllm:generation_tokens", "Output tokens sent to cli
 PREFIX_QUERIES = Counter("vllm:prefix_cache_queries", "Prompt tokens that were looked for in prefix caches.")
 PREFIX_HITS = Counter("vllm:prefix_cache_hits", "Prompt tokens that prefix caches had.")
 HOST_HITS = Counter("tandem:host_cache_hits", "Prompt tokens of these that were copied back from host memory.")
+DISK_HITS = Counter("tandem:disk_cache_hits", "Prompt tokens of these that were read from a disk before.")
 DRAFTED = Counter("vllm:spec_decode_num_draft_tokens", "Tokens that speculation drafted.")
 ACCEPTED = Counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
 PREEMPTIONS = Counter("vllm:num_preemptions", "Always 0: pages for all of an output are set aside before its prompt.")

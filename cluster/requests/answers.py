@@ -55,6 +55,7 @@ class Answers:
             prompt_tokens=lead.usage.prompt_tokens,
             cached_tokens=lead.usage.cached_tokens,
             host_cached_tokens=lead.usage.host_cached_tokens,
+            disk_cached_tokens=lead.usage.disk_cached_tokens,
             output_tokens=before + sum(one.usage.output_tokens for one in self._generations.values()),
             drafted_tokens=sum(one.usage.drafted_tokens for one in self._generations.values()),
             accepted_tokens=sum(one.usage.accepted_tokens for one in self._generations.values()),

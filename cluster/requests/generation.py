@@ -239,8 +239,13 @@ class Generation:
             self._usage.cached_tokens = placement.reservation.matched_tokens
         if tokens.HasField("prefilled"):
             self._timings.prefill_seconds += tokens.prefilled.prefill_seconds
-            self._usage.host_cached_tokens = min(tokens.prefilled.host_cached_tokens, self._usage.cached_tokens)
+            self._count_stored(tokens.prefilled)
             self.observer.prefilled(tokens.prefilled)
+
+    def _count_stored(self, prompt: worker_pb2.RemoteSendResponse | worker_pb2.Prefilled) -> None:
+        usage = self._usage
+        usage.host_cached_tokens = min(prompt.host_cached_tokens, usage.cached_tokens)
+        usage.disk_cached_tokens = min(prompt.disk_cached_tokens, usage.host_cached_tokens)
 
     def _take_received(self, token_ids: Sequence[int]) -> None:
         """Counts these tokens, and their text, as sent."""
@@ -311,7 +316,7 @@ class Generation:
         if not begun:
             cached = max(sent.cached_tokens - self._request.prompt.encoder.padding, 0)
             self._usage.cached_tokens = min(cached, self._usage.prompt_tokens)
-            self._usage.host_cached_tokens = min(sent.host_cached_tokens, self._usage.cached_tokens)
+            self._count_stored(sent)
         self.observer.prefilled(sent)
         return sent
 

@@ -103,7 +103,7 @@ class _Island:
         return (prefill.prompt_tokens + self._to_compute(prefill)) / rate
 
     def _holds_up_rows(self, prefill: WorkerLoad) -> float:
-        return ROW_WEIGHT * prefill.rows * self._to_compute(prefill) / self._rate
+        return ROW_WEIGHT * (prefill.rows + prefill.parked) * self._to_compute(prefill) / self._rate
 
     def _holds_up_prompts(self, decode: WorkerLoad) -> float:
         """Steps that the request adds on a worker whose time prompts need; rows that are there already pay for most."""
@@ -115,4 +115,5 @@ class _Island:
     def _token_seconds(self, decode: WorkerLoad) -> float:
         if decode.prompt_tokens and not decode.rows:
             return self._bound  # its chunks will fill the time up to the bound
-        return decode.token_seconds if decode.rows else self._step
+        measured = decode.token_seconds if decode.rows else self._step
+        return measured * (1 + decode.parked / max(decode.rows, 1))  # those that are parked come back, and have steps

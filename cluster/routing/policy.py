@@ -26,6 +26,7 @@ class WorkerLoad(NamedTuple):
     reachable: bool  # False for a moment after a failed call
     prompt_tokens: int = 0  # of prompts that wait there, or run
     rows: int = 0  # sequences that it decodes
+    parked: int = 0  # sequences that go on there once there is room
     token_seconds: float = 0.0  # from one decode step to the next
     prompt_rate: float = 0.0  # prompt tokens a second while it computes prompts
     prompt_rate_beside_rows: float = 0.0  # prompt tokens a second that its rows leave it; 0: unknown

@@ -5,7 +5,7 @@ import itertools
 import time
 from collections.abc import Coroutine, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from tandem.cache.plan.prefix_chain import encoder_salt
@@ -15,7 +15,7 @@ from tandem.cluster.routing.islands import Islands, LinkPair
 from tandem.cluster.routing.policy import Ask
 from tandem.cluster.routing.prefill_hints import EarlyToken
 from tandem.cluster.routing.prefix_view import PromptKeys
-from tandem.cluster.routing.worker_link import WorkerLink
+from tandem.cluster.routing.worker_link import WorkerLink, would_park
 from tandem.proto import worker_pb2
 from tandem.workers.event_loop import unwatched
 from tandem.workers.wire.messages import prompt_to_proto
@@ -24,17 +24,21 @@ from tandem.workers.wire.prompt_spec import PromptSpec
 RETRY_SECONDS = 0.1  # between attempts of the head of the queue when nothing was given back meanwhile
 PREPARE_SECONDS = 5.0  # a decode worker answers between two steps
 ABORT_AGAIN_SECONDS = 1.0
+JUST_NOW_SECONDS = 0.02  # after all workers were asked, those that would make room need not be found again
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class _Wanted:
-    """A request without a placement."""
+    """A request without a placement. would_park: workers that had no room when all were asked, and would make some.
+    asked: when that was."""
 
     request_id: str
     prompt: PromptSpec
     max_tokens: int
     keys: PromptKeys
     fork_of: str
+    would_park: list[WorkerLink] = field(default_factory=list)
+    asked: float = 0.0
 
     @property
     def total_tokens(self) -> int:
@@ -177,8 +181,10 @@ class Router:
         while True:
             await self._queue.first()
             self._given_back.clear()
-            placement = await self._try(wanted, first=near)
-            if placement is None and self._parks:
+            placement, just_asked = None, time.perf_counter() - wanted.asked < JUST_NOW_SECONDS
+            if not (wanted.would_park and just_asked):
+                placement = await self._try(wanted, first=near)
+            if placement is None and wanted.would_park:
                 placement = await self._try(wanted, first=near, parks=True)
             if placement is not None:
                 return placement
@@ -190,11 +196,15 @@ class Router:
     ) -> Placement | None:
         """The first pair whose decode worker has room, `first` before those of the policy; None without one.
 
-        announce: an idle prefill worker hears of the prompt before there is room for it. parks: workers may make room.
+        announce: an idle prefill worker hears of the prompt before there is room for it. parks: workers are asked that
+        would make room.
         """
+        makers, wanted.would_park = wanted.would_park, []
         total, prompt, message = wanted.total_tokens, wanted.prompt, prompt_to_proto(wanted.prompt)
         for pair in self._pairs(wanted, first):
             decode, prefill = pair.decode, pair.prefill
+            if parks and decode not in makers:
+                continue
             computed = len(prompt) - pair.matched_tokens
             # No id is used twice: a late Abort of an earlier call must not end this one.
             worker_id = f"{self._id_prefix}{next(self._asked)}/{wanted.request_id}"
@@ -217,7 +227,7 @@ class Router:
             self._count(decode, prefill, total, computed)
             reservation, asked = None, time.perf_counter()
             try:
-                reservation = await self._prepare(decode, request)
+                reservation = await self._prepare(decode, request, wanted)
             finally:
                 if reservation is None:
                     self._count(decode, prefill, -total, -computed)
@@ -227,6 +237,7 @@ class Router:
                         self.in_background(prefill.abort(worker_id))
             if reservation is not None:
                 return Placement(worker_id, prefill, decode, reservation, computed, total, early, expected, asked)
+        wanted.asked = time.perf_counter()
         return None
 
     def _announce(self, prefill: WorkerLink, request_id: str, prompt: worker_pb2.PromptSpec) -> EarlyToken:
@@ -236,9 +247,9 @@ class Router:
         return token
 
     async def _prepare(
-        self, decode: WorkerLink, request: worker_pb2.PrepareReceiveRequest
+        self, decode: WorkerLink, request: worker_pb2.PrepareReceiveRequest, wanted: _Wanted
     ) -> worker_pb2.Reservation | None:
-        call = unwatched(asyncio.ensure_future(self._ask(decode, request)))
+        call = unwatched(asyncio.ensure_future(self._ask(decode, request, wanted)))
         try:
             return await asyncio.shield(call)
         except asyncio.CancelledError:
@@ -253,12 +264,14 @@ class Router:
         await decode.abort(request_id, writer_quiet=True)
 
     async def _ask(
-        self, decode: WorkerLink, request: worker_pb2.PrepareReceiveRequest
+        self, decode: WorkerLink, request: worker_pb2.PrepareReceiveRequest, wanted: _Wanted
     ) -> worker_pb2.Reservation | None:
         """None when the worker has no room or does not answer: another may have room."""
         try:
             return await decode.prepare(request, PREPARE_SECONDS)
-        except WorkerFull:
+        except WorkerFull as error:
+            if self._parks and would_park(error) and decode not in wanted.would_park:
+                wanted.would_park.append(decode)
             return None
         except (WorkerUnreachable, WorkerTimedOut):  # one that is stopped may answer when it goes on
             decode.avoid()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import grpc.aio
 
-from tandem.cluster.errors import PlacementLost, WorkerCallError
+from tandem.cluster.errors import PlacementLost, WorkerCallError, WorkerFull
 from tandem.cluster.errors.statuses import worker_errors
 from tandem.cluster.peers.placed_tokens import PlacedTokens
 from tandem.cluster.routing.held_prefixes import HeldPrefixes
@@ -24,6 +24,7 @@ from tandem.workers.config import Role
 from tandem.workers.event_loop import unwatched
 from tandem.workers.ports.authentication import authorized
 from tandem.workers.ports.tls import SERVER_NAME, Identity
+from tandem.workers.wire.messages import WOULD_PARK_KEY
 
 STATUS_SECONDS = 2.0
 AVOID_SECONDS = 1.0  # how long a worker that could not be reached gets no new requests
@@ -152,6 +153,7 @@ class WorkerLink:
             reachable=reachable,
             prompt_tokens=max(self.placed.prompts.of_all, report.prompt_tokens),
             rows=report.rows,
+            parked=report.parked,
             token_seconds=report.token_seconds,
             prompt_rate=report.prompt_tokens_per_second,
             prompt_rate_beside_rows=report.prompt_tokens_per_second_beside_rows,
@@ -265,3 +267,10 @@ def _channel(worker: WorkerAddress, options: list[tuple[str, int]]) -> grpc.aio.
         return grpc.aio.insecure_channel(worker.address, options=alone)
     named = [*options, ("grpc.ssl_target_name_override", SERVER_NAME)]
     return grpc.aio.secure_channel(worker.address, worker.identity.channel_credentials(), options=named)
+
+
+def would_park(refused: WorkerFull) -> bool:
+    """Whether running requests would give room up for the request that was refused, if the call allowed it."""
+    cause = refused.__cause__
+    said = cause.trailing_metadata() if isinstance(cause, grpc.aio.AioRpcError) else ()
+    return any(key == WOULD_PARK_KEY for key, _ in said or ())

@@ -36,6 +36,7 @@ from tandem.cluster.supervision.process_modules import process_modules
 from tandem.cluster.supervision.process_settings import (
     FIRST_EPOCH,
     agreed_pages,
+    check_disk_bytes,
     check_host_bytes,
     check_memory,
     check_snapshots,
@@ -281,6 +282,7 @@ class Cluster:
             raise StartFailed(f"num_islands is {islands}, each with {each}: {error}") from error
         if len(self._processes.hosts) == 1:  # of other hosts the memory is not known here
             check_host_bytes(self._config)
+            check_disk_bytes(self._config)
 
     def _island(self, max_model_len: int, network: Network, name: str, epoch: int, shape: Shape) -> Island:
         section = self._config.island.model_copy(update=asdict(shape))

@@ -13,7 +13,7 @@ from tandem.cluster.routing.worker_link import WorkerAddress
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from tandem.workers.config import Role
 from tandem.workers.requests.feed import Feeds
-from tandem.workers.wire.messages import prompt_from_bytes
+from tandem.workers.wire.messages import WOULD_PARK_KEY, prompt_from_bytes
 
 Say = Callable[[list[int]], int]  # the next token after these
 
@@ -168,5 +168,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         status = todo.pop(0)
         if status == "hang":
             await asyncio.sleep(60)
+        if status == "would park":
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "as the test says", ((WOULD_PARK_KEY, "1"),))
         if status != "go on":
             await context.abort(grpc.StatusCode[status], "as the test says")

@@ -14,8 +14,9 @@ from tandem.cluster.metrics.cluster_series import worker_families
 from tests.e2e.test_ranks import is_idle
 from tests.e2e.test_state_snapshots import cached_of, workers_of
 from tests.support.checkpoints import save_checkpoint
-from tests.support.client_requests import GREEDY, complete, complete_all, tokens_of
+from tests.support.client_requests import GREEDY, complete, tokens_of
 from tests.support.encoder_models import greedy_behind, save_t5gemma
+from tests.support.evicting_storm import check_storm
 from tests.support.http_client import COMPLETIONS, answer
 from tests.support.island import Island, running_island
 from tests.support.moves import move_back_and_forth
@@ -141,23 +142,9 @@ def test_storms_of_every_kind_of_state(case: str, roles: str, tmp_path: Path, mo
     """Beside one another, with requests that move, and replayed from its records: pages and counts are equal."""
     if roles == "adaptive":
         move_back_and_forth(2, monkeypatch)
-    folder = save_checkpoint(case, tmp_path / "model")
-    begins = [random_prompt(60, number) for number in range(5)]
-    prompts = [begins[number % 5][: 30 + number % 31] + random_prompt(20, number) for number in range(25)]
-    expected = greedy_all(load_oracle(folder), prompts, OUTPUT)
-    settings = {"cache.num_pages": 40, "cache.host_bytes": 64 << 20, "cache.verify_host": True}
-    settings |= {"cache.state_interval": 16, "cache.state_share": 0.6, "scheduler.roles": roles}
-    settings |= {"scheduler.max_sequences": 3, "record.folder": str(tmp_path / "records"), "record.prompts": True}
-    with running_island(folder, settings | ({"island.num_prefill": 0} if roles == "colocated" else {})) as island:
-        for _ in range(2):
-            assert complete_all(island.address, prompts, max_tokens=OUTPUT, **GREEDY) == expected
-        until(lambda: is_idle(island))
-        workers = workers_of(island)
-    assert sum(one.counters.host_hits for one in workers)
-    assert not sum(one.counters.host_bad_pages for one in workers)
-    summary = replay_files(sorted((tmp_path / "records").glob("*.tandemrec")))
-    assert summary.difference is None
-    assert summary.prefix_hits
+    folder, settings = save_checkpoint(case, tmp_path / "model"), {"scheduler.roles": roles}
+    settings |= {"island.num_prefill": 0} if roles == "colocated" else {}
+    check_storm(folder, tmp_path / "records", settings, lambda island: until(lambda: is_idle(island)))
 
 
 @pytest.mark.long

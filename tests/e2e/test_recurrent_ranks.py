@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.cli.replayed_workers import replay_files
 from tests.e2e.test_ranks import is_idle
 from tests.e2e.test_state_snapshots import OUTPUT, SETTINGS, cached_of, workers_of
 from tests.support.checkpoints import make_model, sizes_for_ranks
 from tests.support.client_requests import GREEDY, complete, complete_all, complete_all_updates, tokens_of
 from tests.support.drafters import SPECULATING, KnownDrafter, drafting
+from tests.support.evicting_storm import check_storm
 from tests.support.island import Island, running_island
 from tests.support.moves import move_back_and_forth
 from tests.support.oracle import greedy, greedy_all, load_oracle, random_prompt
@@ -102,19 +102,4 @@ def test_requests_move_between_unlike_workers(
 def test_evicted_states_come_back(case: str, prefill: int, decode: int, tmp_path: Path) -> None:
     """From the host memory of each rank, in a storm that its records replay."""
     settings = save(case, prefill, decode, tmp_path / "model")
-    settings |= {"cache.num_pages": 40, "cache.host_bytes": 64 << 20, "cache.verify_host": True}
-    settings |= {"cache.state_interval": 16, "cache.state_share": 0.6, "scheduler.max_sequences": 3}
-    settings |= {"record.folder": str(tmp_path / "records"), "record.prompts": True}
-    begins = [random_prompt(60, number) for number in range(5)]
-    prompts = [begins[number % 5][: 30 + number % 31] + random_prompt(20, number) for number in range(20)]
-    due = greedy_all(load_oracle(tmp_path / "model"), prompts, 6)
-    with running_island(tmp_path / "model", settings) as island:
-        for _ in range(2):
-            assert complete_all(island.address, prompts, max_tokens=6, **GREEDY) == due
-        check_idle(island)
-        workers = workers_of(island)
-    assert sum(one.counters.host_hits for one in workers)
-    assert not sum(one.counters.host_bad_pages for one in workers)
-    summary = replay_files(sorted((tmp_path / "records").glob("*.tandemrec")))
-    assert summary.difference is None
-    assert summary.prefix_hits
+    check_storm(tmp_path / "model", tmp_path / "records", settings, check_idle, count=20)

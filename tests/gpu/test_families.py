@@ -56,7 +56,6 @@ def running_workers(
         "model.dtype": dtype,
         "cache.page_size": PAGE,
         "cache.num_pages": NUM_PAGES,
-        "cache.host_bytes": 0,
         "scheduler.max_batch_tokens": CHUNK,
         "scheduler.max_sequences": len(PROMPTS),
         "island.device": "cuda",

@@ -85,7 +85,6 @@ def pair_configs(model: Path, epoch: int = EPOCH, *, max_batch_tokens: int = 32,
     """The prefill worker's, on PE 0, and the decode worker's. settings: of both."""
     return [
         WorkerConfig(
-            host_bytes=0,
             role=role,
             island="pair",
             epoch=epoch,

@@ -8,9 +8,11 @@ import pytest
 
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.workers import pool_pages as pool_pages_module
+from tandem.cache.plan.shard import Shard
 from tandem.workers.config import Role, WorkerConfig
 from tandem.workers.models.registry import load_config
 from tandem.workers.pool_pages import (
+    disk_space,
     host_bytes_needed,
     host_slots,
     host_store,
@@ -102,3 +104,27 @@ def test_a_worker_takes_no_more_than_the_bound(tmp_path: Path, monkeypatch: pyte
     for there, found in ((1 << 42, 64 << 30), (1 << 10, 0)):
         monkeypatch.setattr(pool_pages_module, "machine_memory", lambda there=there: there)
         assert with_host_bytes(config, layout, 1024).host_bytes == found
+def test_disk_bytes_are_shared_as_host_bytes_are(tmp_path: Path) -> None:
+    """Each rank has a folder and its part; other weights, types or ranks have another fingerprint."""
+    folder = write(tmp_path, {**DENSE, "torch_dtype": "bfloat16"})
+    layout = kv_layout(load_config(folder), 16)
+    where = (Role.DECODE, "island", 1, 3, 4, str(folder), 1024, "")
+    config = WorkerConfig(*where, state_share=0.5, max_sequences=8, disk_path="/disk", load_format="dummy")
+    kv, state = layout.page_bytes(0), layout.page_bytes(1)
+    given = replace(config, disk_bytes=10 * (1024 * kv + state))
+    space = disk_space(given, layout, 1024, layout)
+    assert list(space.num_bytes) == [10 * 1024 * kv, 10 * state]
+    assert str(space.folder) == "/disk/island/worker3-rank0"
+    ranks = replace(given, ranks=(1, 1, 1, 2), rank=1)
+    assert list(disk_space(ranks, layout, 1024, layout).num_bytes) == [5 * 1024 * kv, 5 * state]
+    assert str(disk_space(ranks, layout, 1024, layout).folder) == "/disk/island/worker3-rank1"
+    with pytest.raises(InvalidArgument, match=r"cache\.disk_bytes is 9; at least \d+ are accepted"):
+        disk_space(replace(given, disk_bytes=9), layout, 1024, layout)
+    other = replace(layout, shard=Shard(1, 2))
+    prints = {space.fingerprint, disk_space(given, layout, 1024, other).fingerprint}
+    for more in ({"dtype": "float32"}, {"max_model_len": 2048}, {"kv_cache_dtype": "fp8_e4m3"}, {"k_scale": 2.0}):
+        prints.add(disk_space(replace(given, **more), layout, 1024, layout).fingerprint)
+    assert len(prints) == 6
+    assert disk_space(given, layout, 1024, layout).fingerprint == space.fingerprint
+    write(tmp_path, {**DENSE, "torch_dtype": "bfloat16", "layer_norm_epsilon": 1e-3})
+    assert disk_space(given, layout, 1024, layout).fingerprint not in prints

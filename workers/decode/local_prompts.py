@@ -58,7 +58,7 @@ class LocalPrompts:
             gatherer=request.gatherer,
         )
         prompt.computed = prompt.cached_tokens = len(request.prompt) - request.expected_tokens
-        prompt.host_cached_tokens = request.host_cached_tokens
+        prompt.host_cached_tokens, prompt.disk_cached_tokens = request.host_cached_tokens, request.disk_cached_tokens
         prompt.begin_output()
         self._prompts[request.request_id] = prompt
         self._queue.add(prompt)
@@ -80,7 +80,8 @@ class LocalPrompts:
         seconds = time.perf_counter() - prompt.started
         began_ns = time.time_ns() - int(seconds * 1e9)
         queued = prompt.started - prompt.arrived
-        prefilled = Prefilled(prompt.cached_tokens, queued, seconds, began_ns, prompt.host_cached_tokens)
+        stored = prompt.host_cached_tokens, prompt.disk_cached_tokens
+        prefilled = Prefilled(prompt.cached_tokens, queued, seconds, began_ns, *stored)
         self._begin(prompt.request, first, prefilled)
 
     def _begin(self, request: DecodeRequest, first: FirstToken, prefilled: Prefilled) -> None:

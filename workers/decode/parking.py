@@ -100,7 +100,9 @@ class Parking:
         try:
             yield
         except NoRoom as error:
-            error.coming = self._refused_one(ask, parks=parks) if self._most else None
+            if self._most:
+                error.coming = self._refused_one(ask, parks=parks)
+                error.would_park = not parks and self._would_park(ask)
             raise
         self._granted = self._granted or ask.prompt.priority <= self._refused[0]
 
@@ -117,18 +119,18 @@ class Parking:
         priority = ask.prompt.priority
         if not self._is_asked_for(priority):
             self._note(priority)
-        if not parks:
+        if not parks or not self._would_park(ask):
             return None
         if self._want is not None:
-            if self._want.ask.prompt.priority <= priority:
-                return None
             self._end_want()
-        chosen = self._chosen(ask)
-        if not chosen:
-            return None
-        self._leave(chosen)
+        self._leave(self._chosen(ask))
         self._want = _Want(ask)
         return self._want.done
+
+    def _would_park(self, ask: Ask) -> bool:
+        """Whether requests would leave for this one now."""
+        others = self._want is not None and self._want.ask.prompt.priority <= ask.prompt.priority
+        return not others and bool(self._chosen(ask))
 
     # Steps
 

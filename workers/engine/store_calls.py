@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.workers.engine.actions import action
+from tandem.workers.wire.prompt_spec import PromptSpec
 
 
 class StoreCalls:
@@ -17,6 +18,41 @@ class StoreCalls:
         same place among the actions."""
         if self._cache.page_store is not None:
             self._cache.page_store.widen(slots)
+
+    @action
+    def lift(self, wanted: list[tuple[int, list[bytes]]]) -> int:
+        """What below() found: each rank begins to read it from its disk, see PageStore.lift."""
+        return self._cache.lift(wanted)
+
+    @action
+    def land(self, number: int) -> int:
+        """Pages of lift() that all ranks have read are in the store from now on. Returns how many these are."""
+        return self._cache.land(number)
+
+    def below(self, prompt: PromptSpec, most_bytes: int | None) -> list[tuple[int, list[bytes]]]:
+        """A poll: see PagedKVCache.below; most_bytes as in Admission, of what is read."""
+        return self._cache.below(prompt.token_ids, prompt.salt, prompt.encoder.length, most_bytes)
+
+    def is_lifted(self, number: int) -> bool:
+        """A poll: see PageStore.is_lifted."""
+        store = self._cache.page_store
+        return store is None or store.is_lifted(number)
+
+    def tend(self) -> None:
+        """To be called with each step: see PageStore.tend. It changes nothing that the store holds."""
+        self._cache.tend()
+
+    @property
+    def has_disk(self) -> bool:
+        """Whether a disk is behind the store. From any thread."""
+        store = self._cache.page_store
+        return store is not None and store.disk_counts is not None
+
+    @property
+    def disk_rate(self) -> float:
+        """A poll: bytes a second that were read from the disk lately; 0 before the first."""
+        store = self._cache.page_store
+        return 0.0 if store is None else store.disk_rate
 
     def has_arrived(self, sequence: int) -> bool:
         """A poll: see PagedKVCache.has_arrived."""

@@ -141,6 +141,7 @@ class Follower:
         self._made, self._outcome = [], Ended()
 
     def _publish(self) -> None:
+        self._engine.tend()
         self._state.set(MARKS, _passed(self._marks, self._num_marks))
         for pe, fences in enumerate(self._fences):
             if fences:

@@ -289,13 +289,15 @@ class Reservations:
             if isinstance(error, InvalidArgument):  # a window that this cache does not take
                 raise InvalidCall(f"request {request_id!r}: {error}") from error
             raise
+        begun = engine.sequence(sequence_id)
         return DecodeRequest(
             request_id=request_id,
             sequence_id=sequence_id,
             prompt=prompt,
             signal=signal,
             expected_tokens=len(prompt) - matched,
-            host_cached_tokens=engine.sequence(sequence_id).num_fetched,
+            host_cached_tokens=begun.num_fetched,
+            disk_cached_tokens=begun.num_lifted,
             max_tokens=max_tokens,
             received=signal is None,
             reserved=reach[0],

@@ -276,7 +276,8 @@ class Prefills:
         most = self._most_bytes()
         asked = Admission(request.spec, request.num_tokens, self._max_batch_tokens, shares, most_bytes=most)
         request.cached_tokens = request.computed = self._engine.admit(request.sequence_id, asked)
-        request.host_cached_tokens = self._engine.sequence(request.sequence_id).num_fetched
+        begun = self._engine.sequence(request.sequence_id)
+        request.host_cached_tokens, request.disk_cached_tokens = begun.num_fetched, begun.num_lifted
         self._await_pages(request)
         request.started = time.perf_counter()
 

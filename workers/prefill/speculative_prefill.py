@@ -72,7 +72,8 @@ class SpeculativePrefill:
             most_bytes = self._most_bytes()
             asked = Admission(spec, size, self._max_batch_tokens, self._sharing, most_bytes=most_bytes)
             prompt.cached_tokens = engine.admit(prompt.sequence_id, asked)
-            prompt.host_cached_tokens = engine.sequence(prompt.sequence_id).num_fetched
+            begun = engine.sequence(prompt.sequence_id)
+            prompt.host_cached_tokens, prompt.disk_cached_tokens = begun.num_fetched, begun.num_lifted
             self._compute(prompt)
         except Exception:
             log.exception("a speculative prefill failed", extra=of_requests(prompt))

@@ -36,6 +36,7 @@ class DecodeRequest:
     constraint: Constraint | None = None  # its place in the grammar of params.guided
     gatherer: PromptLogprobs | None = None  # of a local prompt
     host_cached_tokens: int = 0  # of those that are not expected: copied back from host memory
+    disk_cached_tokens: int = 0  # of these, read from a disk before
     parked: bool = False  # its sequence is in host memory
     reserved: int = 0  # positions that its sequence has pages for
     level: int = field(init=False)  # those of a higher one give their room up to it

@@ -31,6 +31,7 @@ class PrefillResult:
     bytes_pushed: int
     began_ns: int = 0  # the first forward, in Unix time
     host_cached_tokens: int = 0
+    disk_cached_tokens: int = 0
 
 
 @dataclass(eq=False)
@@ -46,6 +47,7 @@ class SpeculativePrompt:
     lease: Lease
     cached_tokens: int = 0  # found in the prefix index
     host_cached_tokens: int = 0  # of these, copied back from host memory
+    disk_cached_tokens: int = 0  # of these, read from a disk before
     computed: int = 0  # positions whose KV is stored once the forward is done; 0 before its launch
     logits: PromptLogits | None = None  # behind the last token, where the forward reaches so far
     first_token: "Future[FirstToken]" = field(default_factory=Future)  # never ends where the prompt is dropped
@@ -76,6 +78,7 @@ class PrefillRequest(Prompt):
         self.sequence_id, self.logits = speculative.sequence_id, speculative.logits
         self.computed, self.cached_tokens = speculative.computed, speculative.cached_tokens
         self.host_cached_tokens = speculative.host_cached_tokens
+        self.disk_cached_tokens = speculative.disk_cached_tokens
         self.first_token = speculative.first_token
         self.arrived = self.started = speculative.started
 
@@ -87,6 +90,7 @@ class PrefillRequest(Prompt):
             logprobs=first.logprobs,
             cached_tokens=self.cached_tokens,
             host_cached_tokens=self.host_cached_tokens,
+            disk_cached_tokens=self.disk_cached_tokens,
             queue_seconds=self.started - self.arrived,
             prefill_seconds=now - self.started,
             push_seconds=self.push_seconds + now - self.sampled_at,

@@ -54,6 +54,7 @@ class Prompt:
     computed: int = field(default=0, kw_only=True)  # positions stored once the forwards launched so far are done
     cached_tokens: int = field(default=0, kw_only=True)  # found in the prefix index
     host_cached_tokens: int = field(default=0, kw_only=True)  # of these, copied back from host memory
+    disk_cached_tokens: int = field(default=0, kw_only=True)  # of these, read from a disk before
     arriving: bool = field(default=False, kw_only=True)  # pages that it begins with are yet to come from host memory
     logits: PromptLogits | None = field(default=None, kw_only=True)  # where all was launched speculatively
     left: bool = field(default=False, kw_only=True)  # no forward has it any more, and nobody wants its first token

@@ -20,6 +20,7 @@ class Prefilled:
     prefill_seconds: float
     began_ns: int = 0  # in Unix time
     host_cached_tokens: int = 0
+    disk_cached_tokens: int = 0
 
 
 @dataclass

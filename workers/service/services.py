@@ -40,11 +40,13 @@ from tandem.workers.wire.messages import (
     reservation_from_proto,
     reservation_to_proto,
 )
+from tandem.workers.wire.prompt_spec import PromptSpec
 from tandem.workers.wire.reservation import Reservation
 
 T = TypeVar("T")
 Context = grpc.aio.ServicerContext
 ROOM_SECONDS = 2.0  # for running requests to give room up
+LIFT_SECONDS = 2.0  # for pages to come from a disk; then their tokens are computed
 STALLED_SECONDS = 1.5  # until a worker of several ranks says whom it waits for; its router waits little longer
 
 
@@ -174,6 +176,14 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         except InvalidCall as error:
             await refuse(context, error)
 
+    async def _lift(self, context: Context, epoch: int, prompt: Callable[[], PromptSpec]) -> None:
+        """Returns once the pages are in host memory that a disk has of a prompt's beginning; see Lifts."""
+        if not self._loop.has_disk:
+            return
+        lifted = await self._on_step_thread(context, epoch, lambda: self._loop.lifts.begin(prompt()))
+        if lifted is not None:
+            await asyncio.wait([asyncio.wrap_future(lifted)], timeout=LIFT_SECONDS)
+
     # Prefill
 
     async def Announce(self, request_iterator: AsyncIterable[worker_pb2.AnnounceRequest], context: Context) -> None:
@@ -184,6 +194,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             prompt = self._prompt(request)
             if prompt.adapter and not is_held(self._loop.engine, prompt.adapter):
                 return  # RemoteSend refuses it; the stream has other prompts, too
+            if self._loop.has_disk and self._loop.lifts.begin(prompt) is not None:
+                return  # its beginning comes from the disk meanwhile
             future = prefills.speculate(request.request_id, prompt)
             if future is not None:
                 sampled.expect(request.request_id, future)
@@ -221,6 +233,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             return future
 
         constraint = await self._constraint(context, request.sampling)
+        if stream is None:
+            await self._lift(context, request.epoch, lambda: self._prompt(request))
         try:
             result = await outcome(context, await self._on_step_thread(context, request.epoch, submit))
         except asyncio.CancelledError:
@@ -264,6 +278,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 return None, error.coming
             return reservation, self._loop.windows_past()
 
+        await self._lift(context, request.epoch, lambda: self._prompt(request, request.max_tokens))
         reservation, past = await self._on_step_thread(context, request.epoch, prepare)
         if reservation is None and past is not None:
             await asyncio.wait([asyncio.wrap_future(past)], timeout=ROOM_SECONDS)

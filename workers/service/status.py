@@ -27,6 +27,7 @@ from tandem.workers.errors import (
 )
 from tandem.workers.event_loop import unwatched
 from tandem.workers.logs import Named, of_requests
+from tandem.workers.wire.messages import WOULD_PARK_KEY
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -55,10 +56,14 @@ async def refuse(context: grpc.aio.ServicerContext, error: Exception) -> NoRetur
     """Ends the call with the error's status and text. An error of no known type is INTERNAL, and logged."""
     for kind, status in STATUS_OF_ERROR:
         if isinstance(error, kind):
-            await context.abort(status, str(error))
+            await context.abort(status, str(error), _advice(error))
     messages = [message for message in (call_of.get(),) if message is not None]
     log.exception("a call failed", exc_info=error, extra=of_requests(*messages))
     await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
+
+
+def _advice(error: Exception) -> tuple[tuple[str, str], ...]:
+    return ((WOULD_PARK_KEY, "1"),) if isinstance(error, NoRoom) and error.would_park else ()
 
 
 async def outcome(context: grpc.aio.ServicerContext, future: "Future[T]") -> T:

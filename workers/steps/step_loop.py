@@ -4,6 +4,7 @@ import time
 from concurrent.futures import Future
 from typing import NamedTuple
 
+from tandem.cache.operations.holdings import PageCounts
 from tandem.proto import worker_pb2
 from tandem.workers.config import LoopSettings
 from tandem.workers.counters import Counters
@@ -28,6 +29,7 @@ from tandem.workers.scheduling.token_pace import TokenPace
 from tandem.workers.speculation.drafter import Drafter
 from tandem.workers.speculation.speculation import Speculation
 from tandem.workers.steps.joint_forward import JointForward, is_joint
+from tandem.workers.steps.lifts import Lifts
 from tandem.workers.wire.lease import Clock
 
 
@@ -62,6 +64,8 @@ class StepLoop:
         self._retired = retired
         handoff = Handoff(engine, retired, counters, settings, clock)
         price = self._most_bytes
+        self.has_disk = engine.has_disk
+        self.lifts = Lifts(engine, self._most_bytes_read, lambda prompt: settings.sharing and not prompt.whole)
         speculative = SpeculativePrefill(engine, retired, ids, settings, clock, price)
         speculated = settings.speculation
         speculation = Speculation(ends.drafter, engine, speculated.tokens, speculated.max_step_tokens, counters)
@@ -126,17 +130,18 @@ class StepLoop:
     def figures(self) -> worker_pb2.WorkerReport:
         """How busy this worker is, without its prefixes. On the step thread."""
         rows, positions = self.scheduler.rows, self.scheduler.rows.positions
-        most_bytes, adapters = self._most_bytes(), [one for one in self.engine.adapters if not one.removed]
+        pages, adapters = self.engine.pages, [one for one in self.engine.adapters if not one.removed]
         return worker_pb2.WorkerReport(
             prompt_tokens=self.scheduler.num_prompt_tokens,
             rows=len(rows),
             positions=positions,
             token_seconds=self.meter.token_seconds,
             prompt_tokens_per_second=self.prompt_rate,
-            free_pages=self.engine.pages.free,
+            free_pages=pages.free,
+            parked=pages.parked,
+            stored_price=self._stored_price(pages),
             adapters=b"".join(one.digest for one in adapters),
             resident_adapters=b"".join(one.digest for one in adapters if one.resident),
-            stored_price=0.0 if most_bytes is None else min(self.engine.layout.token_bytes / max(most_bytes, 1), 1.0),
             prompt_tokens_per_second_beside_rows=self.scheduler.pace.prompt_rate(len(rows), positions) if rows else 0,
         )
 
@@ -146,6 +151,20 @@ class StepLoop:
         before any were computed."""
         return self.meter.prompt_tokens_per_second or self.scheduler.pace.prompt_rate()
 
+    def _stored_price(self, pages: PageCounts) -> float:
+        """Time to bring a token's pages back ÷ time to compute it, at most 1: of host memory and of the disk behind it,
+        by the bytes that are in each."""
+        tiers = (
+            (pages.host_bytes_used, self._most_bytes()),
+            (
+                max(pages.disk_bytes_used - pages.host_bytes_used, 0),
+                self._most_bytes_read() if self.has_disk else None,
+            ),
+        )
+        token_bytes, total = self.engine.layout.token_bytes, sum(used for used, _ in tiers)
+        prices = ((used, (most and min(token_bytes / max(most, 1), 1.0)) or 0.0) for used, most in tiers)
+        return sum(used * price for used, price in prices) / max(total, 1)
+
     def _most_bytes(self) -> int | None:
         """See Admission: bytes that copies from the store move while a token is computed, as both were measured here.
         None before."""
@@ -153,8 +172,20 @@ class StepLoop:
         prompts = self.meter.whole_prompt_rate or self.scheduler.pace.prompt_rate()
         return int(copies / prompts) if copies and prompts else None
 
+    def _most_bytes_read(self) -> int | None:
+        """The same of pages that are first read from a disk."""
+        most_bytes, copies, reads = self._most_bytes(), self.engine.copy_rate, self.engine.disk_rate
+        return int(most_bytes * reads / (copies + reads)) if most_bytes is not None and reads else None
+
     def step(self) -> float | None:
-        """One step; see Steps. While tokens of a decode step are to be read, nothing is launched: the device has its
+        """One step; see Steps."""
+        if not self.has_disk:
+            return self._step()
+        self.lifts.upkeep()
+        return self.lifts.soon(self._step())
+
+    def _step(self) -> float | None:
+        """While tokens of a decode step are to be read, nothing is launched: the device has its
         next step, and chunks of prompts behind it."""
         prefills, decodes = self.prefills, self.decodes
         if decodes.is_reading:

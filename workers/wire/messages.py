@@ -21,6 +21,8 @@ from tandem.workers.wire.seal import is_sealed, seal
 if TYPE_CHECKING:  # as in wire_map
     from tandem.workers.sampling.token_logprobs import TokenLogprobs
 
+WOULD_PARK_KEY = "tandem-would-park"
+"""Metadata of a refused PrepareReceive: with `parks`, running requests would give room up for it."""
 PROMPT_DTYPE = np.dtype("<u4")
 RESERVATION_NUMBERS = {field.name for field in fields(Reservation)} - {"wire_map", "authentic"}
 """Fields that Reservation and its message have alike."""

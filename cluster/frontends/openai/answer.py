@@ -258,7 +258,8 @@ def _usage(usage: inference_pb2.Usage) -> dict[str, Any]:
     counts = _counts(usage.prompt_tokens, usage.output_tokens)
     counts |= {"prompt_tokens_details": {"cached_tokens": usage.cached_tokens}}
     if usage.host_cached_tokens:
-        counts |= {"x-tandem": {"host_cached_tokens": usage.host_cached_tokens}}
+        tiers = {"host_cached_tokens": usage.host_cached_tokens, "disk_cached_tokens": usage.disk_cached_tokens}
+        counts |= {"x-tandem": {tier: tokens for tier, tokens in tiers.items() if tokens}}
     if usage.drafted_tokens:
         rejected = usage.drafted_tokens - usage.accepted_tokens
         details = {"accepted_prediction_tokens": usage.accepted_tokens, "rejected_prediction_tokens": rejected}

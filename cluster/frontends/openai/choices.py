@@ -71,6 +71,7 @@ class Choices:
             total.prompt_tokens += usage.prompt_tokens
             total.cached_tokens += usage.cached_tokens
             total.host_cached_tokens += usage.host_cached_tokens
+            total.disk_cached_tokens += usage.disk_cached_tokens
             total.output_tokens += usage.output_tokens
             total.drafted_tokens += usage.drafted_tokens
             total.accepted_tokens += usage.accepted_tokens

@@ -1,8 +1,6 @@
 """Pages that are kept in host memory, against a dictionary of lists that forgets its oldest."""
 
-from collections import OrderedDict
 from functools import partial
-from random import Random
 from typing import Any
 
 import numpy as np
@@ -25,69 +23,6 @@ def pools_of() -> list[torch.Tensor]:
 
 def named(group: int, names: list[int], pages: list[int]) -> NamedPages:
     return NamedPages(group, [bytes([name]) for name in names], np.array(pages, np.int32))
-
-
-class Naive:
-    """By group and name the numbers of a page; the first was used longest ago."""
-
-    def __init__(self) -> None:
-        self.groups = [OrderedDict[int, list[float]]() for _ in SLOTS]
-        self.held = list[int]()
-        self.down = self.up = self.hits = 0
-
-    def hold(self, group: int, names: list[int]) -> None:
-        self.held = [name for name in names if name in self.groups[group]]
-        for name in self.held[::-1]:
-            self.groups[group].move_to_end(name)
-
-    def put(self, group: int, name: int, content: list[float]) -> None:
-        known = self.groups[group]
-        if name not in known and len(known) == SLOTS[group]:
-            oldest = next(iter(known))
-            if oldest in self.held:
-                return
-            del known[oldest]
-        self.down += name not in known
-        known.setdefault(name, content)
-        known.move_to_end(name)
-
-
-@pytest.mark.parametrize("verify", [False, True])
-@pytest.mark.parametrize("seed", range(3))
-def test_any_program_finds_what_a_dictionary_finds(seed: int, verify: bool) -> None:
-    random, pools, naive = Random(seed), pools_of(), Naive()
-    store = HostStore(pools, SLOTS, verify=verify)
-    for _ in range(300):
-        group = random.randrange(2)
-        pages, names = random.sample(range(9), 3), random.sample(range(8), 3)
-        if random.random() < 0.5:
-            for page, name in zip(pages, names, strict=True):
-                content = torch.randint(-9, 9, SHAPES[group][1:], generator=torch.Generator().manual_seed(name))
-                pools[group][page] = content
-                naive.put(group, name, content.flatten().tolist())
-            store.put(named(group, names, pages))
-            pools[group].fill_(0)
-            continue
-        has = [name in naive.groups[group] for name in names]
-        assert store.find(group, [bytes([name]) for name in names]).tolist() == has
-        if random.random() < 0.5:
-            others = random.sample(range(8, 12), 3)
-            with store.held([(group, [bytes([name]) for name in names])]):
-                naive.hold(group, names)
-                store.put(named(group, others, pages))
-                for name in others:
-                    naive.put(group, name, [0.0] * pools[group][0].numel())
-                naive.hold(group, [])
-            (found,) = store.fetch([named(group, names, pages)])
-            assert found.tolist() == has
-            for page, name, there in zip(pages, names, has, strict=True):
-                assert not there or pools[group][page].flatten().tolist() == naive.groups[group][name]
-            naive.up, naive.hits = naive.up + sum(has), naive.hits + any(has)
-    sizes = [pool[0].numel() * pool.element_size() for pool in pools]
-    used = sum(len(known) * size for known, size in zip(naive.groups, sizes, strict=True))
-    counts = store.counts
-    assert counts[1:] == (used, naive.down, naive.up, naive.hits, 0)
-    assert used <= counts.capacity
 
 
 def test_a_page_that_changed_is_not_found_again() -> None:

@@ -248,7 +248,8 @@ class TestGenerate:
         printed = json.loads(capsys.readouterr().out)
         assert (printed["text"], printed["token_ids"], printed["finish_reason"]) == ("one two", [0, 1], "stop")
         counts = {"prompt_tokens": 3, "cached_tokens": 0, "output_tokens": 2}
-        assert printed["usage"] == {**counts, "drafted_tokens": 0, "accepted_tokens": 0, "host_cached_tokens": 0}
+        stored = {"host_cached_tokens": 0, "disk_cached_tokens": 0}
+        assert printed["usage"] == {**counts, "drafted_tokens": 0, "accepted_tokens": 0, **stored}
         assert printed["timings"]["bytes_pushed"] == 7
         assert len(printed["token_seconds"]) == 2
 

@@ -420,6 +420,7 @@ def test_a_path_that_no_file_has_is_refused_by_its_key(key: str, path: str) -> N
         ("speculation.max_step_tokens", 64, "32 where speculation.method is 'none'", "split"),
         ("speculation.max_ngram", 5, "3 where speculation.method is 'none'", "split"),
         ("cache.verify_host", True, "False where cache.host_bytes is null", "split"),
+        ("cache.disk_bytes", 4096, "null where cache.disk_path is null", "split"),
         ("gateway.cors_origins", ["*"], "[] where gateway.http_port is null", "split"),
         ("metrics.host", "::1", "'127.0.0.1' where metrics.port is null", "split"),
         ("record.max_mib", 5, "256 where record.folder is null", "split"),
@@ -438,6 +439,16 @@ def test_host_memory_for_prefixes_that_nobody_shares_is_refused() -> None:
     assert refused("cache.prefix_sharing=false", "cache.host_bytes=4096") == [
         "cache.host_bytes is 4096; it must be null where cache.prefix_sharing is False: no prefix is cached then"
     ]
+
+
+def test_a_disk_needs_bytes_and_no_records() -> None:
+    disk = ("cache.host_bytes=4096", "cache.disk_path=/tmp")
+    (said,) = refused(*disk)
+    assert said.startswith("cache.disk_bytes is null; it must be a number of bytes where cache.disk_path is a folder")
+    (said,) = refused("cache.disk_path=/tmp", "cache.disk_bytes=4096")
+    assert said == "cache.disk_path is '/tmp'; it must be null where cache.host_bytes is null: it is behind host memory"
+    (said,) = refused(*disk, "cache.disk_bytes=4096", "record.folder=/tmp/records")
+    assert said.startswith("cache.disk_path is '/tmp'; it must be null where record.folder is '/tmp/records': a replay")
 
 
 def test_a_key_with_its_default_is_accepted_where_nothing_reads_it() -> None:

@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from tandem.cluster.errors import InvalidRequest
+from tandem.cluster.routing import router
 from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.proto import inference_pb2, inference_pb2_grpc
 from tests.cluster.open_gateway import PROMPT, TOKENS, OpenGateway, open_gateway
@@ -124,14 +125,14 @@ def test_a_full_queue_gives_up_the_newest_of_the_last_priority(model: Path) -> N
 
 
 @pytest.mark.parametrize("parked_bytes", [None, 1 << 20])
-def test_requests_are_parked_where_no_worker_has_room_and_where_any_may_be(
-    model: Path, parked_bytes: int | None
+@pytest.mark.parametrize("would_park", [False, True])
+def test_requests_are_parked_where_no_worker_has_room_and_one_would_make_some(
+    model: Path, parked_bytes: int | None, would_park: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All workers are asked for room that is there before one is asked to make some."""
-    full = {"PrepareReceive": ["RESOURCE_EXHAUSTED"] * 3}
+    """All workers are asked once. Then those that would make room are asked for it, and no others."""
+    monkeypatch.setattr(router, "JUST_NOW_SECONDS", 60.0)
+    full = {"PrepareReceive": ["would park" if would_park else "RESOURCE_EXHAUSTED", "RESOURCE_EXHAUSTED"]}
     with open_gateway(model, {"cache.parked_bytes": parked_bytes}, fails=full) as gateway:
         assert tokens_of(complete(gateway.grpc, PROMPT, max_tokens=len(TOKENS))) == TOKENS
-        if parked_bytes is None:
-            assert not any(gateway.worker.parks)
-        else:
-            assert gateway.worker.parks == [False, False, True, False]
+        parks = would_park and parked_bytes is not None
+        assert gateway.worker.parks == [False, parks, False]

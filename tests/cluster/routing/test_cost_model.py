@@ -26,6 +26,15 @@ def best(workers: Sequence[WorkerLoad], ask: Ask = ASK) -> tuple[int, int]:
     return pair.decode.pe, pair.prefill.pe
 
 
+def test_parked_requests_make_a_worker_dearer() -> None:
+    """They have rows again before the new one ends."""
+    busy = {"rows": 8, "token_seconds": 0.01}
+    loads = [worker(0, Role.PREFILL), *(worker(pe, Role.DECODE, **busy) for pe in (1, 2))]
+    for full, other in ((1, 2), (2, 1)):
+        parked = [one._replace(parked=8 * (one.pe == full)) for one in loads]
+        assert best(parked) == (other, 0)
+
+
 LOADS = st.lists(
     st.builds(
         WorkerLoad,

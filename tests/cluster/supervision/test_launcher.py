@@ -1,8 +1,10 @@
 """What a cluster finds out before it starts anything."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -121,6 +123,20 @@ def test_host_bytes_of_workers_that_are_not_there_together(tmp_path: Path, monke
         ConfigError, match=rf"^cache\.parked_bytes is {1 << 30} in each of 2 workers, .*: at most {left} are"
     ):
         Cluster(load_config(None, {**values, **both}), processes).start()
+    assert not processes.specs
+
+
+def test_disk_bytes_of_workers_that_are_not_there_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path / "model")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5000))
+    (tmp_path / "left.pages").write_bytes(bytes(1001))
+    values = {"model.path": str(tmp_path / "model"), "cache.host_bytes": 1 << 20, "cache.disk_path": str(tmp_path)}
+    processes = FakeProcesses()
+    expected = (
+        rf"^cache\.disk_bytes is 4000 for each of 2 workers; the disk of {tmp_path} .* 6001: at most 3000"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        Cluster(load_config(None, {**values, "cache.disk_bytes": 4000}), processes).start()
     assert not processes.specs
 
 

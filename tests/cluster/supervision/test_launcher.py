@@ -132,9 +132,7 @@ def test_disk_bytes_of_workers_that_are_not_there_together(tmp_path: Path, monke
     (tmp_path / "left.pages").write_bytes(bytes(1001))
     values = {"model.path": str(tmp_path / "model"), "cache.host_bytes": 1 << 20, "cache.disk_path": str(tmp_path)}
     processes = FakeProcesses()
-    expected = (
-        rf"^cache\.disk_bytes is 4000 for each of 2 workers; the disk of {tmp_path} .* 6001: at most 3000"
-    )
+    expected = rf"^cache\.disk_bytes is 4000 for each of 2 workers; the disk of {tmp_path} .* 6001: at most 3000"
     with pytest.raises(ConfigError, match=expected):
         Cluster(load_config(None, {**values, "cache.disk_bytes": 4000}), processes).start()
     assert not processes.specs

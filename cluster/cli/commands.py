@@ -18,6 +18,7 @@ import typer
 from tandem import __version__
 from tandem.cache.kernels.build.build_once import KERNEL_CACHE
 from tandem.cluster.cli.bench import app as bench_app
+from tandem.cluster.cli.doctor.command import doctor
 from tandem.cluster.cli.options import ApiKey, AsJson, TlsCa, TlsCert, TlsKey, TokenFile
 from tandem.cluster.cli.replay import replay
 from tandem.cluster.cli.vllm_flags import check_words
@@ -42,6 +43,7 @@ app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 app.command()(replay)
+app.command()(doctor)
 if TYPE_CHECKING:
     Family = str
 else:
@@ -341,20 +343,6 @@ def make_model(
     except OSError as error:
         raise TandemError(f"{folder}: cannot be written: {error.strerror}") from None
     print(f"wrote {folder}")
-
-
-@app.command()
-def doctor() -> None:
-    """Say what this machine has for tandem, and what it lacks.
-
-    It always exits with 0.
-    """
-    from tandem.cache.kernels.build.nvml import read_driver
-    from tandem.cluster.cli.doctor import examine, verdicts
-    from tandem.cluster.cli.output import print_findings
-    from tandem.cluster.config.sections import GatewaySection
-
-    print(*verdicts(print_findings(examine(GatewaySection().port)), read_driver()), sep="\n")
 
 
 @app.command()

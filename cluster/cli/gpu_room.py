@@ -15,7 +15,7 @@ MOST_NAMED = 4  # processes in an error
 def holders_of(gpu: Gpu) -> str:
     """What is in use, and by whom as far as that is known."""
     largest = sorted(gpu.holders, key=lambda one: -one[1])
-    named = [f"process {pid}{_command(pid)}{f' {_gib(size)}' if size else ''}" for pid, size in largest[:MOST_NAMED]]
+    named = [f"process {pid}{_named(pid)}{f' {_gib(size)}' if size else ''}" for pid, size in largest[:MOST_NAMED]]
     more = f" and {len(largest) - MOST_NAMED} more" if len(largest) > MOST_NAMED else ""
     return f"{_gib(gpu.used)} in use by {', '.join(named) or 'other processes'}{more}"
 
@@ -54,12 +54,17 @@ def _advice(fitting: list[int], needed: int, room: int) -> str:
     return f"end those processes, or take a smaller model; {fits}"
 
 
-def _command(pid: int) -> str:
-    """Its name in brackets; empty where it cannot be seen, as from a container."""
+def command_of(pid: int) -> str:
+    """A process's name; empty where it cannot be seen, as from a container."""
     try:
-        return f" ({Path(f'/proc/{pid}/comm').read_text(errors='replace').strip()})"
+        return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
     except OSError:
         return ""
+
+
+def _named(pid: int) -> str:
+    command = command_of(pid)
+    return f" ({command})" if command else ""
 
 
 def _gib(size: int) -> str:

@@ -11,7 +11,6 @@ from google.protobuf.json_format import MessageToJson
 from rich.console import Console
 from rich.table import Table
 
-from tandem.cluster.cli.doctor import Finding
 from tandem.cluster.client.client_messages import GenerateUpdate, Usage
 from tandem.proto import admin_pb2, inference_pb2
 
@@ -91,16 +90,6 @@ def _whole(parts: list[GenerateUpdate], seconds: list[float]) -> dict[str, Any]:
     for name in ("token_ids", "logprobs", "prompt_logprobs", "prompt_token_ids"):
         result[name] = [item for part in map(asdict, parts) for item in part[name]]
     return result | {"token_seconds": seconds}
-
-
-def print_findings(findings: Iterable[Finding]) -> list[Finding]:
-    """Prints a line for each finding as soon as it is known: ok or missing, name, what was found, advice."""
-    printed: list[Finding] = []
-    for finding in findings:
-        printed.append(finding)
-        line = f"{'ok' if finding.ok else 'missing':8} {finding.name:18} {finding.found}"
-        print(f"{line} → {finding.advice}" if finding.advice else line, flush=True)
-    return printed
 
 
 def print_cluster(info: inference_pb2.ClusterInfo, as_json: bool) -> None:

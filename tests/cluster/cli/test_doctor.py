@@ -1,3 +1,4 @@
+import json
 import os
 import socket
 import sys
@@ -5,20 +6,26 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from tandem.cache.kernels.build import nvml
 from tandem.cache.kernels.build.nvml import Driver, Gpu
 from tandem.cluster.cli import commands as cli
-from tandem.cluster.cli import doctor, rank_room
-from tandem.cluster.cli.doctor import Finding, examine, verdicts
+from tandem.cluster.cli import rank_room
+from tandem.cluster.cli.doctor import checks as doctor
+from tandem.cluster.cli.doctor.checks import Finding, examine, verdicts
+from tandem.cluster.cli.doctor.report import Needs
+from tandem.cluster.config.cluster_config import load_config
+from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.transfer.nvshmem.kernels import device_build
 
 H200 = Gpu("H200", 139 << 30, (9, 0), 132)
 
 
 def findings(port: int = 0) -> dict[str, Finding]:
-    return {finding.name: finding for finding in examine(port)}
+    return {finding.name: finding for finding in examine(port, nvml.read_driver())}
 
 
 def program(path: Path, script: str) -> None:
@@ -47,7 +54,7 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(doctor, "version", no_package)
-    monkeypatch.setattr(doctor, "read_driver", Driver)
+    monkeypatch.setattr(nvml, "read_driver", Driver)
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda kind: (512, 512))
     monkeypatch.setitem(sys.modules, "torch", None)  # its import fails
 
@@ -66,26 +73,111 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_a_machine_without_anything() -> None:
     found = findings()
     missing = {name for name, finding in found.items() if not finding.ok}
-    assert missing == set(found) - {"python", "port 0", "remote transports"}  # nobody needs the last
+    assert missing == set(found) - {"python", "port 0", "remote transports", "gpu memory"}
     assert all(found[name].advice for name in missing)
 
 
-@pytest.mark.usefixtures("bare")
-def test_the_command_exits_with_0_and_prints_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+def run(*words: str) -> int:
+    """Its exit code."""
     with pytest.raises(SystemExit) as ended:
-        cli.main(["doctor"])
-    assert ended.value.code in (0, None)
-    *lines, cpu, gpu = capsys.readouterr().out.splitlines()
+        cli.main(["doctor", *words])
+    return int(ended.value.code or 0)
+
+
+@pytest.mark.usefixtures("bare")
+def test_the_command_prints_a_line_each_and_exits_with_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run() == 1
+    printed = capsys.readouterr()
+    *lines, cpu, gpu = printed.out.splitlines()
     assert len(lines) == len(findings())
-    assert all(line.startswith(("ok ", "missing ")) for line in lines)
+    assert {line.split()[0] for line in lines} == {"ok", "missing", "failed"}
     assert cpu == "CPU: nothing runs here; see torch, ray, grpcio, memory files, open files"
+    assert printed.err == "tandem: failed: torch, ray, grpcio, memory files, open files\n"
     assert gpu.startswith("GPU: none; ")
     (nvcc,) = [line for line in lines if "nvcc" in line]
+    assert nvcc.startswith("missing")
     assert "install the CUDA toolkit" in nvcc
 
 
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Sets what GPUs this host has, and which checks lack something."""
+
+    def set_up(*gpus: Gpu, lacking: tuple[str, ...] = ()) -> None:
+        def found(port: int, driver: Driver) -> list[Finding]:
+            names = (*doctor.NEEDED, *doctor.NEEDED_BY_GPUS, "nixl")
+            return [Finding(name, "?", "install it" if name in lacking else "") for name in names]
+
+        monkeypatch.setattr(nvml, "read_driver", lambda: Driver("580.1" if gpus else "", gpus))
+        monkeypatch.setattr(doctor, "examine", found)
+
+    return set_up
+
+
+def answered(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
+    """The exit code, and the JSON that is all of stdout."""
+    code = run("--json", *words)
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_what_nothing_here_needs_does_not_fail(host: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    host(lacking=("triton", "nixl"))
+    code, said = answered(capsys)
+    assert (code, said["ok"], said["failed"]) == (0, True, [])
+    assert {one["name"]: one["state"] for one in said["checks"]}["triton"] == "missing"
+    host(H200, lacking=("triton", "nixl"))  # of no use without it
+    assert answered(capsys)[1]["failed"] == ["triton", "gpus"]
+    host(H200, lacking=("nixl",))
+    assert answered(capsys)[0] == 0
+    host(replace(H200, capability=(7, 0)))
+    code, said = answered(capsys)
+    assert (code, said["failed"], said["devices"][-1]["serves"]) == (1, ["gpus"], False)
+
+
+def test_a_configuration_says_what_is_needed(
+    host: Callable[..., None], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    make_checkpoint(tmp_path / "model")
+    model, config = str(tmp_path / "model"), tmp_path / "cluster.yaml"
+    config.write_text("gateway: {port: 0}\n")
+    host(H200, lacking=("triton", "nixl"))
+    assert answered(capsys, str(config), "--model", model)[0] == 0
+    code, said = answered(capsys, str(config))
+    assert (code, said["failed"]) == (1, ["config"])
+    (refused,) = [one for one in said["checks"] if one["state"] == "failed"]
+    assert "model.path is null" in refused["found"]
+    config.write_text("gateway: {port: 0}\nisland: {device: cuda, transport: nixl}\n")
+    assert answered(capsys, str(config), "--model", model)[1]["failed"] == ["triton", "nixl", "config", "gpus"]
+    config.write_text("gateway: {port: 1}\ngateways: {}\n")
+    assert run(str(config)) == 2
+    assert run(str(tmp_path / "none.yaml")) == 2
+    assert run("--model", model) == 2
+    assert "--model" in capsys.readouterr().err
+
+
+def test_it_says_who_holds_the_memory_of_a_gpu(host: Callable[..., None], capsys: pytest.CaptureFixture[str]) -> None:
+    busy = replace(H200, used=70 << 30, holders=((os.getpid(), 69 << 30),), uuid="GPU-1")
+    host(H200, busy)
+    command = Path("/proc/self/comm").read_text().strip()
+    code, said = answered(capsys)
+    assert code == 0
+    assert [one["used_bytes"] for one in said["gpus"]] == [0, 70 << 30]
+    assert said["gpus"][1]["holders"] == [{"pid": os.getpid(), "command": command, "bytes": 69 << 30}]
+    finding = doctor._gpu_memory(Driver("580.1", (H200, busy)))
+    assert finding.found == f"GPU 1 has 70.0 GiB in use by process {os.getpid()} ({command}) 69.0 GiB"
+    assert "CUDA_VISIBLE_DEVICES" in finding.advice
+    assert doctor._gpu_memory(Driver("580.1", (H200,))).ok
+
+
+def test_hosts_that_join_a_ray_need_no_gpus_here() -> None:
+    config = load_config(None, {"island.device": "cuda", "island.transport": "nixl"})
+    here, elsewhere = Needs.of_config(config, None), Needs.of_config(config, "10.0.0.1:6379")
+    assert set(here.names) - set(elsewhere.names) == {*doctor.NEEDED_BY_GPUS, "nixl"}
+    assert (here.any_gpu, elsewhere.any_gpu) == (True, False)
+
+
 def test_a_gpu_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "read_driver", lambda: Driver("580.1", (H200, H200), ((0, 1),)))
+    monkeypatch.setattr(nvml, "read_driver", lambda: Driver("580.1", (H200, H200), ((0, 1),)))
     monkeypatch.setattr(doctor, "_torch", gpus(2))
     found = findings()
     assert found["nvidia driver"] == Finding("nvidia driver", "580.1")
@@ -97,7 +189,7 @@ def test_a_gpu_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def verdict_of(driver: Driver, *missing: str) -> list[str]:
-    return list(verdicts([Finding(name, "missing", "install it") for name in missing], driver))
+    return [one.line for one in verdicts([Finding(name, "missing", "install it") for name in missing], driver)]
 
 
 def test_each_device_gets_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +237,7 @@ def test_packages_are_found_under_the_name_of_their_cuda(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(("driver", "ok"), [("580.159.04", True), ("570.1", True), ("565.77", False), ("?", False)])
 def test_a_driver_may_be_too_old(monkeypatch: pytest.MonkeyPatch, driver: str, ok: bool) -> None:
-    monkeypatch.setattr(doctor, "read_driver", lambda: Driver(driver))
+    monkeypatch.setattr(nvml, "read_driver", lambda: Driver(driver))
     found = findings()["nvidia driver"]
     assert (found.ok, found.found) == (ok, driver)
     assert ok or "570 or later" in found.advice

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 from tandem.cache.extras import install
-from tandem.cache.kernels.build.nvml import Driver, Gpu, read_driver
+from tandem.cache.kernels.build.nvml import VISIBLE, Driver, Gpu
 from tandem.cluster.cli.gpu_room import holders_of
 from tandem.cluster.cli.preflight import FILES, fitting_config
 from tandem.cluster.cli.rank_room import cpu_shapes, gpu_shapes
@@ -48,14 +48,27 @@ class Finding:
         return not self.advice
 
 
-def examine(port: int) -> Iterator[Finding]:
+@dataclass(frozen=True)
+class Verdict:
+    """What can run on one device. serves: whether anything can."""
+
+    device: str  # CPU, or GPU and its number
+    said: str
+    serves: bool
+
+    @property
+    def line(self) -> str:
+        return f"{self.device}: {self.said}"
+
+
+def examine(port: int, driver: Driver) -> Iterator[Finding]:
     """All findings, each as soon as it is known. port: the gateway's."""
     yield _python()
     for name in ("torch", "ray", "grpcio"):
         yield _package(name, "reinstall tandem: it is needed everywhere")
-    driver = read_driver()
     yield _driver(driver)
     yield _gpus(driver)
+    yield _gpu_memory(driver)
     yield _peer_to_peer(driver)
     for name in ("nvshmem4py", "flashinfer-python", "triton"):
         yield _package(name, f"for a GPU island: {install('cuda13')}, or cuda12")
@@ -71,44 +84,55 @@ def examine(port: int) -> Iterator[Finding]:
     yield _port(port)
 
 
-def verdicts(findings: Sequence[Finding], driver: Driver) -> Iterator[str]:
-    """What can run here, a line for the CPU and one for each GPU. findings: of examine()."""
+def verdicts(findings: Sequence[Finding], driver: Driver) -> Iterator[Verdict]:
+    """What can run here: the CPU's, then each GPU's, or one that says that there is none. findings: of examine()."""
     lacking = {finding.name for finding in findings if not finding.ok}
     for_all = [name for name in NEEDED if name in lacking]
     if for_all:
-        yield f"CPU: nothing runs here; see {', '.join(for_all)}"
+        yield Verdict("CPU", f"nothing runs here; see {', '.join(for_all)}", serves=False)
     else:
         shapes = cpu_shapes(compiler="c compiler" not in lacking)
-        yield f"CPU: {fitting_config(0)} runs here, on {os.cpu_count()} cores; {shapes}"
+        yield Verdict("CPU", f"{fitting_config(0)} runs here, on {os.cpu_count()} cores; {shapes}", serves=True)
     missing = [name for name in (*NEEDED, *NEEDED_BY_GPUS) if name in lacking]
     if not driver.gpus:
-        yield "GPU: none; what a host with GPUs needs is in docs/gpu-hosts.md"
+        yield Verdict("GPU", "none; what a host with GPUs needs is in docs/gpu-hosts.md", serves=False)
     for index, gpu in enumerate(driver.gpus):
-        yield f"GPU {index}: {_verdict(index, gpu, missing, driver)}"
+        named = f"{gpu.name}, {gpu.memory / GIB:.0f} GiB"
+        unfit = _unfit(gpu, missing)
+        said = f": cannot serve{unfit}" if unfit else _runs(index, gpu, driver)
+        yield Verdict(f"GPU {index}", named + said, serves=not unfit)
 
 
-def _verdict(index: int, gpu: Gpu, missing: Sequence[str], driver: Driver) -> str:
-    named = f"{gpu.name}, {gpu.memory / GIB:.0f} GiB"
+def _unfit(gpu: Gpu, missing: Sequence[str]) -> str:
+    """Why it cannot serve; empty where it can."""
     if missing:
-        return f"{named}: cannot serve; see {', '.join(missing)}"
+        return f"; see {', '.join(missing)}"
     if gpu.capability < OLDEST_GPU:
         major, minor = gpu.capability
-        return f"{named}: cannot serve; its compute capability is {major}.{minor}, 8.0 or later is needed"
+        return f"; its compute capability is {major}.{minor}, 8.0 or later is needed"
+    if gpu.used > BUSY_BYTES and _room(gpu) <= 0:
+        return (
+            f" while it has {holders_of(gpu)}; a worker needs {RESERVED_BYTES / GIB:.1f} GiB beside weights and KV, of "
+            f"{GPU_MEMORY_UTILIZATION:g} of the memory"
+        )
+    return ""
+
+
+def _runs(index: int, gpu: Gpu, driver: Driver) -> str:
     others = [other for other in range(len(driver.gpus)) if other != index]
     peers = [other for other in others if _reaches(index, other) and _reaches(other, index)]
     busy, left = "", ""
     if gpu.used > BUSY_BYTES:
-        room = int(gpu.memory * GPU_MEMORY_UTILIZATION) - RESERVED_BYTES - gpu.used
-        if room <= 0:
-            return (
-                f"{named}: cannot serve while it has {holders_of(gpu)}; a worker needs {RESERVED_BYTES / GIB:.1f} GiB "
-                f"beside weights and KV, of {GPU_MEMORY_UTILIZATION:g} of the memory"
-            )
-        busy, left = f", {holders_of(gpu)}", f" with less than {room / GIB:.1f} GiB of weights"
+        busy, left = f", {holders_of(gpu)}", f" with less than {_room(gpu) / GIB:.1f} GiB of weights"
     tried = "" if gpu.capability == (9, 0) else "; tandem has run on Hopper only"
     shapes = gpu_shapes(len(peers) + 1)
     ranks = f", also with prefill_ranks + decode_ranks of {', '.join(shapes)}" if shapes else ""
-    return f"{named}{busy}: {fitting_config(len(peers) + 1)} runs here{ranks}{left}{tried}"
+    return f"{busy}: {fitting_config(len(peers) + 1)} runs here{ranks}{left}{tried}"
+
+
+def _room(gpu: Gpu) -> int:
+    """Bytes for weights and KV that other processes leave."""
+    return int(gpu.memory * GPU_MEMORY_UTILIZATION) - RESERVED_BYTES - gpu.used
 
 
 def _python() -> Finding:
@@ -145,6 +169,18 @@ def _gpus(driver: Driver) -> Finding:
         return Finding("gpus", found)
     build = f"torch is built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is a CPU build"
     return Finding("gpus", f"{found}; {build}", "for a GPU island: a GPU, its driver and a CUDA build of torch")
+
+
+def _gpu_memory(driver: Driver) -> Finding:
+    """What other processes hold. A driver alone takes less than BUSY_BYTES."""
+    if not driver.gpus:
+        return Finding("gpu memory", "no GPU")
+    busy = [f"GPU {number} has {holders_of(gpu)}" for number, gpu in enumerate(driver.gpus) if gpu.used > BUSY_BYTES]
+    if busy:
+        advice = f"end those processes, or name other GPUs in {VISIBLE}"
+        return Finding("gpu memory", "; ".join(busy), advice)
+    most = max(gpu.used for gpu in driver.gpus)
+    return Finding("gpu memory", f"free; at most {most / GIB:.1f} GiB of a GPU in use")
 
 
 def _peer_to_peer(driver: Driver) -> Finding:

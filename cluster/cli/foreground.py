@@ -9,11 +9,12 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from types import FrameType
 
 from tandem.cluster.cli.preflight import check_host, check_ray
 from tandem.cluster.cli.runtime_dir import ClusterLock
+from tandem.cluster.cli.service_manager import ServiceManager
 from tandem.cluster.cli.start_report import StartReport
 from tandem.cluster.config.cluster_config import ClusterConfig
 from tandem.cluster.processes.forks.actor_server import set_title
@@ -32,7 +33,8 @@ def run_cluster(config: ClusterConfig, ray_address: str | None, *, replace: bool
 
     ` http=HOST:PORT` and ` metrics=HOST:PORT` follow on that line if there are such servers. Where several hosts have
     gateways, a comma stands between their addresses. stderr gets a line as each phase of the start begins, then the
-    seconds of all, the address of the Ray, the folder of logs, and later each loss and recovery.
+    seconds of all, the address of the Ray, the folder of logs, and later each loss and recovery. If a service manager
+    has started this process (sd_notify), it hears of phases, of ready and of the end.
     replace: a running cluster of that name ends once this one serves in its place, or serves on where this one fails.
     Raises ClusterRunning, ClusterNotRunning, ConfigError, StartFailed, WorkerLost.
     """
@@ -41,7 +43,12 @@ def run_cluster(config: ClusterConfig, ray_address: str | None, *, replace: bool
     written.setFormatter(formatter(config.logging.settings, f"{config.name}/launcher"))
     logging.basicConfig(handlers=[written])
     logging.getLogger("tandem").setLevel(logging.INFO)
-    with StartReport(config.name) as report, suppress(KeyboardInterrupt), _signals_interrupt():
+    with (
+        closing(ServiceManager.from_environ(os.environ)) as manager,
+        StartReport(config.name, manager.status) as report,
+        suppress(KeyboardInterrupt),
+        _signals_interrupt(),
+    ):
         clock = StartClock(report.phase)
         clock.seconds["command"] = process_age()
         with ExitStack() as held:
@@ -55,7 +62,7 @@ def run_cluster(config: ClusterConfig, ray_address: str | None, *, replace: bool
                 check_ray(ray_address)
                 for warning in check_host(config, own_ray=ray_address is None, beside=beside):
                     report.line(warning)
-            _serve(config, ray_address, lock, report, clock, predecessor)
+            _serve(config, ray_address, lock, report, clock, predecessor, manager)
 
 
 def _serve(
@@ -65,6 +72,7 @@ def _serve(
     report: StartReport,
     clock: StartClock,
     predecessor: Predecessor | None,
+    manager: ServiceManager,
 ) -> None:
     with clock.phase("imports"):
         gc.disable()  # all that is imported stays
@@ -92,9 +100,11 @@ def _serve(
         print(f"ready grpc={','.join(grpc)}{opened}", flush=True)
         where = f"on the Ray at {processes.address}", f"logs in {logs}"
         print(*phase_lines(clock.seconds), *where, sep="\n", file=sys.stderr, flush=True)
+        manager.ready(f"serves at {', '.join(grpc)}", lambda: cluster.is_supervised)
         offer = Offer(config.name, cluster)
         cluster.wait()
     finally:
+        manager.stopping()
         cluster.stop()
         lock.release()
         if offer is not None:

@@ -3,7 +3,7 @@
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -31,8 +31,10 @@ State = tuple[str, str, int, int]  # worker, phase of its start, bytes loaded an
 class StartReport:
     """Lines on stderr; on a terminal also a bar for each worker. Any thread may begin a phase."""
 
-    def __init__(self, cluster: str) -> None:
+    def __init__(self, cluster: str, also: Callable[[str], None] = lambda phase: None) -> None:
+        """also: hears of each phase that begins, in words."""
         self._cluster = cluster
+        self._also = also
         self._lock = threading.Lock()
         self._phase = ""
         self._began = self._said = time.monotonic()
@@ -59,6 +61,7 @@ class StartReport:
             before = f" ({self._phase}: {now - self._began:.1f} s)" if self._phase else ""
             self._phase, self._began, self._said = name, now, now
             self._write(PHASES.get(name, name) + before)
+            self._also(PHASES.get(name, name))
 
     def line(self, text: str) -> None:
         """One that belongs to no phase."""

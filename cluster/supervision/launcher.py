@@ -160,6 +160,12 @@ class Cluster:
         return self._gateways.addresses
 
     @property
+    def is_supervised(self) -> bool:
+        """Whether a thread looks after each island. While their number changes, and at the end, some may be gone."""
+        islands = self._islands
+        return islands is None or islands.is_changing or all(one.is_alive for one in islands.all)
+
+    @property
     def worker_token(self) -> str:
         """As Island.worker_token, of the first island."""
         assert self._islands is not None, "start() comes first"

@@ -11,9 +11,9 @@ from pathlib import Path
 import click
 import pytest
 
-from tandem.cluster.cli import preflight
+from tandem.cluster.cli import preflight, service_manager
 from tandem.cluster.processes.own_ray import OBJECT_STORE_BYTES, SETTINGS
-from tests.deploy.known import DEPLOY, ROOT, parse_ray, parse_tandem, stop_seconds
+from tests.deploy.known import DEPLOY, parse_ray, parse_tandem, stop_seconds
 from tests.deploy.on_hosts import unit_environ, unit_values
 
 UNIT = DEPLOY / "systemd" / "tandem.service"
@@ -22,6 +22,7 @@ JOINS = DEPLOY / "systemd" / "several-hosts.conf"
 TEXT = UNIT.read_text(encoding="utf-8")
 DRAIN_SECONDS = 25.0  # of which the unit says that they fit
 EXPOSURE = 25  # tenths: `systemd-analyze security` calls up to 2.5 well confined
+BEAT_SECONDS = 20.0  # between two signs of life, as the unit says
 CONFIG_ERROR = "2"  # the exit code of a wrong configuration
 needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
 
@@ -43,9 +44,12 @@ def findings(text: str) -> Iterator[str]:
             yield "ExecStart does not start a cluster on a Ray of its own"
     except click.UsageError as error:
         yield str(error)
-    notifies = any("NOTIFY_SOCKET" in path.read_text(encoding="utf-8") for path in (ROOT / "cluster").rglob("*.py"))
-    if service["Type"] != ("notify" if notifies else "exec"):
-        yield f"Type={service['Type']}: tandem {'notifies' if notifies else 'does not notify'} systemd"
+    if (service["Type"], service["NotifyAccess"]) != ("notify", "main"):
+        yield f"Type={service['Type']}: `tandem up` notifies systemd itself"
+    if float(service["WatchdogSec"]) / service_manager.BEATS < BEAT_SECONDS:
+        yield f"WatchdogSec={service['WatchdogSec']}: a busy host may be silent for so long"
+    if service["TimeoutStartSec"] != "infinity":
+        yield f"TimeoutStartSec={service['TimeoutStartSec']}: a start that makes progress has no limit"
     if service["KillMode"] != "mixed" or service["KillSignal"] != "SIGTERM":
         yield "a stop must reach `tandem up` alone: its workers and its Ray serve while it drains"
     if float(service["TimeoutStopSec"]) < stop_seconds(DRAIN_SECONDS):
@@ -73,7 +77,10 @@ def test_the_unit_is_true() -> None:
     [
         ("tandem up /etc", "tandem run /etc", "none of the commands"),
         ("cluster.yaml\n", "cluster.yaml --address auto\n", "a Ray of its own"),
-        ("Type=exec", "Type=notify", "does not notify"),
+        ("Type=notify", "Type=exec", "notifies systemd"),
+        ("NotifyAccess=main", "NotifyAccess=none", "notifies systemd"),
+        ("WatchdogSec=60", "WatchdogSec=5", "may be silent"),
+        ("TimeoutStartSec=infinity", "TimeoutStartSec=90", "no limit"),
         ("KillMode=mixed", "KillMode=control-group", "alone"),
         ("TimeoutStopSec=120", "TimeoutStopSec=30", "a stop takes up to"),
         ("LimitNOFILE=65536", "LimitNOFILE=1024", "LimitNOFILE must be"),

@@ -10,10 +10,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import grpc
 import psutil
@@ -61,7 +62,9 @@ class Up:
 
 
 @contextmanager
-def up(model: Path, *settings: str, address: str | None = None) -> Iterator[Up]:
+def up(
+    model: Path, *settings: str, address: str | None = None, environ: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[Up]:
     """A cluster of its own name that is ready; address: of the Ray that it joins, and then it has no HTTP server."""
     shm = lasting_names()
     command = [*TANDEM, "up", str(CONFIG), "--model", str(model), "--grpc-port", "0"]
@@ -69,7 +72,7 @@ def up(model: Path, *settings: str, address: str | None = None) -> Iterator[Up]:
     for option in (f"name={name}", "cache.num_pages=64", "ray.num_cpus=2", *settings):
         command += ["--set", option]
     command += ["--http-port", "0"] if address is None else ["--address", address]
-    elsewhere = os.environ | {"RAY_ADDRESS": "127.0.0.1:1"}  # a Ray that nobody has asked to join
+    elsewhere = os.environ | {"RAY_ADDRESS": "127.0.0.1:1", **environ}  # a Ray that nobody has asked to join
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=elsewhere)
     try:
         assert process.stdout is not None
@@ -209,10 +212,29 @@ def decode_worker(client: Client) -> int:
     return worker.pid
 
 
-def test_down_leaves_nothing(small_model: Path) -> None:
-    with up(small_model) as running:
+@pytest.fixture
+def manager(tmp_path: Path) -> Iterator[socket.socket]:
+    """Where a service manager listens."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
+        listener.bind(str(tmp_path / "notify"))
+        listener.settimeout(30)
+        yield listener
+
+
+def test_down_leaves_nothing(small_model: Path, manager: socket.socket) -> None:
+    """And the service manager hears of the start, of what follows, and of the end."""
+    told = {"NOTIFY_SOCKET": manager.getsockname(), "WATCHDOG_USEC": "600000"}
+    with up(small_model, environ=told) as running:
         started = running.descendants
         assert len(started) > 3
+        assert not any(told.keys() & process.environ().keys() for process in started)
+        heard = [manager.recv(1024).decode()]
+        while heard[-1] != "WATCHDOG=1":
+            heard.append(manager.recv(1024).decode())
+        *phases, ready, _ = heard
+        assert len(phases) == len(PHASES) - 1  # the first one is over
+        assert all(re.fullmatch(r"STATUS=\w.*", one) for one in phases)
+        assert ready == f"READY=1\nSTATUS=serves at {running.address}"
         state = running_cluster(running.name)
         assert state is not None
         assert list(state.start_seconds) == PHASES
@@ -223,6 +245,9 @@ def test_down_leaves_nothing(small_model: Path) -> None:
         assert running.process.stderr is not None
         printed = re.findall(r"^(.+?) +(\d+\.\d\d) s$", running.process.stderr.read(), re.MULTILINE)
         assert [phase for phase, _ in printed] == [*PHASES, "in all"]
+        while (said := manager.recv(1024)) == b"WATCHDOG=1":
+            pass
+        assert said == b"STOPPING=1\nSTATUS=stopping"
     assert_nothing_left(started, running.shm)
 
 

@@ -25,7 +25,7 @@ BOARD = Path(__file__).resolve().parents[2] / "deploy" / "grafana" / "tandem.jso
 WINDOW = 6.0  # seconds that rates look back
 COLUMNS = 4
 BACK, PANEL, INK, FAINT = "#111217", "#181b1f", "#d0d1d5", "#2c3036"
-SCALES = {"Bps": 1 << 20}
+SCALES = {"Bps": 1 << 20, "bytes": 1 << 20}
 COLORS = ("#73bf69", "#f2cc0c", "#5794f2", "#ff780a", "#e02f44", "#b877d9", "#37872d", "#8ab8ff")
 
 
@@ -79,6 +79,8 @@ def _shown(value: float, unit: str) -> str:
         return f"{1000 * value:.3g} ms" if value < 1 else f"{value:.3g} s"
     if unit == "Bps":
         return f"{value:.3g} MiB/s"
+    if unit == "bytes":
+        return f"{value:.0f} MiB"
     return f"{value:.4g}"
 
 

@@ -1,5 +1,5 @@
-"""As much of PromQL as the Grafana board speaks, over recorded scrapes: selectors, rate, sum, min, histogram_quantile,
-arithmetic and comparisons with a number."""
+"""As much of PromQL as the Grafana board and the alerts speak, over recorded scrapes: selectors; rate, increase, delta;
+sum, min, max; absent; histogram_quantile; arithmetic, comparisons, `and`."""
 
 import operator
 import re
@@ -13,7 +13,7 @@ from tandem.cluster.cli.samples import Samples
 from tandem.cluster.metrics.quantile import quantile
 
 TOKEN = re.compile(
-    r"\s*(?:(?P<number>\d+(?:\.\d+)?)|(?P<name>[a-zA-Z_:][\w:]*)|(?P<text>\"[^\"]*\")|(?P<sign>=~|[-+*/(){}=,>])"
+    r"\s*(?:(?P<number>\d+(?:\.\d+)?)|(?P<name>[a-zA-Z_:][\w:]*)|(?P<text>\"[^\"]*\")|(?P<sign>=~|[=<>]=|[-+*/(){}=,<>])"
     r"|(?P<range>\[[^\]]*\]))"
 )
 Labels = tuple[tuple[str, str], ...]
@@ -23,6 +23,10 @@ Node = Callable[["Recording", float], Value]
 SIGNS: dict[str, Callable[[float, float], float]] = {
     "+": operator.add, "-": operator.sub, "*": operator.mul, "/": lambda a, b: a / b if b else float("nan"),
 }  # fmt: skip
+COMPARISONS: dict[str, Callable[[float, float], bool]] = {
+    ">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le, "==": operator.eq,
+}  # fmt: skip
+AGGREGATIONS: dict[str, Callable[[list[float]], float]] = {"sum": sum, "min": min, "max": max}
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Query:
         self._text = text
         self._tokens = _tokens(text)
         self._next = 0
-        self._node = self._comparison()
+        self._node = self._both()
         if self._peek():
             raise ValueError(f"{text!r} goes on behind its end with {self._tokens[self._next][1]!r}")
 
@@ -64,13 +68,18 @@ class Query:
         self._next += 1
         return token
 
+    def _both(self) -> Node:
+        node = self._comparison()
+        while self._peek() == "and":
+            self._take()
+            node = _both(node, self._comparison())
+        return node
+
     def _comparison(self) -> Node:
         left = self._sum()
-        if self._peek() != ">":
+        if self._peek() not in COMPARISONS:
             return left
-        self._take()
-        bound = float(self._take())
-        return lambda recording, at: {key: one for key, one in _vector(left(recording, at)).items() if one > bound}
+        return _compared(COMPARISONS[self._take()], left, self._sum())
 
     def _sum(self) -> Node:
         return self._chain(("+", "-"), self._product)
@@ -91,27 +100,31 @@ class Query:
             return lambda recording, at: float(token)
         if token == "(":
             return self._inner()
-        if token in ("sum", "min"):
-            return self._aggregation({"sum": sum, "min": min}[self._take()])
-        if token == "rate":
-            self._take()
+        if token in AGGREGATIONS:
+            return self._aggregation(AGGREGATIONS[self._take()])
+        if token in CHANGES:
+            change = CHANGES[self._take()]
             self._take("(")
-            node = self._selector(ranged=True)
+            node = self._selector(change)
             self._take(")")
             return node
+        if token == "absent":
+            self._take()
+            missing = self._inner()
+            return lambda recording, at: {} if _vector(missing(recording, at)) else {(): 1.0}
         if token == "histogram_quantile":
             self._take()
             self._take("(")
             fraction = float(self._take())
             self._take(",")
-            of = self._comparison()
+            of = self._both()
             self._take(")")
             return lambda recording, at: _quantiles(fraction, _vector(of(recording, at)))
-        return self._selector(ranged=False)
+        return self._selector(None)
 
     def _inner(self) -> Node:
         self._take("(")
-        node = self._comparison()
+        node = self._both()
         self._take(")")
         return node
 
@@ -135,7 +148,8 @@ class Query:
 
         return aggregate
 
-    def _selector(self, *, ranged: bool) -> Node:
+    def _selector(self, change: "Change | None") -> Node:
+        """change: over a range, which then follows."""
         name = self._take()
         self.names.add(name)
         wanted: list[tuple[str, str, str]] = []
@@ -147,12 +161,12 @@ class Query:
                 if self._peek() == ",":
                     self._take()
             self._take("}")
-        if not ranged:
+        if change is None:
             return lambda recording, at: _select(recording.between(at)[-1][1], name, wanted)
         if self._tokens[self._next][0] != "range":
-            raise ValueError(f"{self._text!r}: rate() needs a range")
+            raise ValueError(f"{self._text!r}: rate() and its like need a range")
         self._take()
-        return lambda recording, at: _rate(recording.between(at), name, wanted)
+        return lambda recording, at: _changes(recording.between(at), name, wanted, change)
 
 
 def _tokens(text: str) -> list[tuple[str, str]]:
@@ -177,15 +191,29 @@ def _select(samples: Samples, name: str, wanted: Sequence[tuple[str, str, str]])
     }
 
 
-def _rate(span: Sequence[tuple[float, Samples]], name: str, wanted: Sequence[tuple[str, str, str]]) -> Vector:
-    """A counter that goes down began anew from 0."""
-    rates: Vector = {}
+def _changes(
+    span: Sequence[tuple[float, Samples]], name: str, wanted: Sequence[tuple[str, str, str]], change: "Change"
+) -> Vector:
+    changes: Vector = {}
     steps = [_select(samples, name, wanted) for _, samples in span]
     for labels in steps[-1] if len(steps) > 1 else ():
         values = [step[labels] for step in steps if labels in step]
-        grown = sum(after - before if after >= before else after for before, after in pairwise(values))
-        rates[labels] = grown / (span[-1][0] - span[0][0])
-    return rates
+        changes[labels] = change(values, span[-1][0] - span[0][0])
+    return changes
+
+
+def _increase(values: Sequence[float], seconds: float) -> float:
+    """A counter that goes down began anew from 0."""
+    return sum(after - before if after >= before else after for before, after in pairwise(values))
+
+
+Change = Callable[[Sequence[float], float], float]
+"""From a series' values, and the seconds from the first to the last."""
+CHANGES: dict[str, Change] = {
+    "rate": lambda values, seconds: _increase(values, seconds) / seconds,
+    "increase": _increase,
+    "delta": lambda values, seconds: values[-1] - values[0],
+}
 
 
 def _quantiles(fraction: float, vector: Vector) -> Vector:
@@ -209,6 +237,24 @@ def _combined(apply: Callable[[float, float], float], left: Node, right: Node) -
         return apply(one, other)
 
     return combine
+
+
+def _compared(holds: Callable[[float, float], bool], left: Node, right: Node) -> Node:
+    def compare(recording: Recording, at: float) -> Value:
+        one, other = _vector(left(recording, at)), right(recording, at)
+        if isinstance(other, dict):
+            return {labels: value for labels, value in one.items() if labels in other and holds(value, other[labels])}
+        return {labels: value for labels, value in one.items() if holds(value, other)}
+
+    return compare
+
+
+def _both(left: Node, right: Node) -> Node:
+    def both(recording: Recording, at: float) -> Value:
+        other = _vector(right(recording, at))
+        return {labels: value for labels, value in _vector(left(recording, at)).items() if labels in other}
+
+    return both
 
 
 def _vector(value: Value) -> Vector:

@@ -24,6 +24,8 @@ from tandem.cluster.frontends.http.app import HttpApp
 from tandem.cluster.frontends.http.monitoring import Monitoring
 from tandem.cluster.frontends.inference import Inference
 from tandem.cluster.frontends.model_info import model_info
+from tandem.cluster.frontends.pages.page import DOCS_PAGE, STATUS_PAGE, pages
+from tandem.cluster.frontends.pages.status import Status
 from tandem.cluster.frontends.reflection import enable_reflection
 from tandem.cluster.frontends.routes import ERROR_FORMS, api_routes
 from tandem.cluster.gateway.settings import READ_BY, GatewayAddresses, GatewaySettings
@@ -270,10 +272,11 @@ class Gateway:
 
         common = {"limit": self._limit, "token": settings.security.token(), "rejected": self._metrics.rejected_http}
         load, on_http = partial(self._table.total, Column.ACTIVE), scrape if settings.metrics_port is None else None
-        watched = partial(Monitoring, lambda: self._readiness.reason, public=metrics.public, load=load)
+        status = Status(self._account.info).serve
+        watched = partial(Monitoring, lambda: self._readiness.reason, public=metrics.public, load=load, status=status)
         shared, http, monitor = settings.shares_ports, None, None
         if settings.http_port is not None:
-            monitoring = watched(on_http)
+            monitoring = watched(on_http, pages=pages(STATUS_PAGE, DOCS_PAGE, metrics=on_http is not None))
             routes = api_routes(
                 self._requests,
                 self._tokenizer,
@@ -291,7 +294,7 @@ class Gateway:
             app = HttpApp(routes, monitoring, names=self._names, **shapes, **common)
             http = HttpServer(app, section.host, settings.http_port, settings.security, shared=shared)
         if settings.metrics_port is not None:
-            app, key = HttpApp({}, watched(scrape), **common), "metrics.port"
+            app, key = HttpApp({}, watched(scrape, pages=pages(STATUS_PAGE, metrics=True)), **common), "metrics.port"
             monitor = HttpServer(app, metrics.host, settings.metrics_port, settings.security, shared=shared, key=key)
         return http, monitor
 

@@ -138,12 +138,14 @@ def test_every_method_is_denied_but_health(guarded: Island) -> None:
     assert answer.status == health_pb2.HealthCheckResponse.SERVING
 
 
-def test_every_route_is_denied_but_health(guarded: Island) -> None:
+def test_every_route_is_denied_but_health_and_pages_without_facts(guarded: Island) -> None:
     right = ("authorization", f"Bearer {TOKEN}")
     with httpx.Client(base_url=f"http://{guarded.http}", trust_env=False) as client:
         for method, path in (
             ("GET", "/v1/models"),
-            ("GET", "/"),
+            ("GET", "/status"),
+            ("GET", "/metrics"),
+            ("GET", "/docs/more"),
             ("POST", "/v1/completions"),
             ("POST", "/v1/chat/completions"),
             ("GET", "/health/more"),
@@ -152,7 +154,7 @@ def test_every_route_is_denied_but_health(guarded: Island) -> None:
                 answer = client.request(method, path, headers=headers)
                 assert "bearer token" in http_refused(answer, 401)["message"]
                 assert answer.headers["www-authenticate"] == "Bearer"
-        assert client.get("/health").status_code == 200
+        assert client.get("/health").status_code == client.get("/").status_code == 200
         assert client.get("/v1/models", headers=[right]).status_code == 200
         body = {"prompt": PROMPT, "max_tokens": 3, **GREEDY}
         answer = client.post("/v1/completions", json=body, headers=[right])

@@ -1,6 +1,7 @@
-"""The HTTP routes that monitors ask for: /health, /ready, /ping, /load and /metrics."""
+"""The HTTP routes that monitors ask for: /health, /ready, /ping, /load, /metrics, and what they are given beside."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
+from types import MappingProxyType
 
 from tandem.cluster.frontends.http.reply import Receive, Reply, Scope
 from tandem.cluster.metrics.scrape import CONTENT_TYPE, Scrape
@@ -10,17 +11,27 @@ READY = "/ready"
 PING = "/ping"  # as SageMaker asks
 METRICS = "/metrics"
 LOAD = "/load"
+STATUS = "/status"
 READS = ("GET", "HEAD")
+Handler = Callable[[Scope, Receive, Reply], Awaitable[None]]
 
 
 class Monitoring:
     """Answers them however many calls are under way. Load balancers ask for the first three without a token."""
 
     def __init__(
-        self, unready: Callable[[], str], scrape: Scrape | None, *, public: bool, load: Callable[[], int] | None = None
+        self,
+        unready: Callable[[], str],
+        scrape: Scrape | None,
+        *,
+        public: bool,
+        load: Callable[[], int] | None = None,
+        status: Handler | None = None,
+        pages: Mapping[str, Handler] = MappingProxyType({}),
     ) -> None:
         """unready: see Readiness.reason. scrape: None serves no /metrics. public: /metrics needs no token. load:
-        requests that run or wait; None serves no /load."""
+        requests that run or wait; None serves no /load. status: answers /status. pages: by their paths; anybody may
+        have them, so they say nothing of the cluster."""
         self._unready = unready
         self._scrape = scrape
         self._load = load
@@ -33,7 +44,10 @@ class Monitoring:
             self.routes[METRICS] = (READS, self._metrics)
         if load is not None:
             self.routes[LOAD] = (READS, self._count)
-        self.open = {HEALTH, READY, PING, *((METRICS,) if public else ())}
+        if status is not None:
+            self.routes[STATUS] = (READS, status)
+        self.routes |= {path: (READS, page) for path, page in pages.items()}
+        self.open = {HEALTH, READY, PING, *pages, *((METRICS,) if public else ())}
 
     async def _health(self, scope: Scope, receive: Receive, reply: Reply) -> None:
         """The gateway lives: its event loop has come to this."""

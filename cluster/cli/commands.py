@@ -17,6 +17,7 @@ import typer
 
 from tandem import __version__
 from tandem.cache.kernels.build.build_once import KERNEL_CACHE
+from tandem.cluster.cli.batch.command import batch
 from tandem.cluster.cli.bench import app as bench_app
 from tandem.cluster.cli.doctor.command import doctor
 from tandem.cluster.cli.options import ApiKey, AsJson, TlsCa, TlsCert, TlsKey, TokenFile
@@ -43,6 +44,7 @@ app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 app.command()(replay)
+app.command()(batch)
 app.command()(doctor)
 if TYPE_CHECKING:
     Family = str

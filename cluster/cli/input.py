@@ -49,7 +49,7 @@ def read_prompt(text: str | None, file: Path | None, token_ids: str | None, *, c
     return [{"role": "user", "content": content}] if chat else content
 
 
-def _reachable(addresses: str) -> str:
+def reachable(addresses: str) -> str:
     """A certificate names no wildcard, and a token is not sent to one."""
     pairs = [address.rpartition(":")[::2] for address in addresses.split(",")]
     return ",".join(f"{'localhost' if host in WILDCARDS else host}:{port}" for host, port in pairs)
@@ -80,12 +80,12 @@ def address_of(name: str) -> str:
     if state.grpc_address is None:
         seconds = time.time() - state.started
         raise ClusterNotRunning(f"cluster {name!r} (pid {state.pid}) is still starting, for {seconds:.0f} s now")
-    return _reachable(state.grpc_address)
+    return reachable(state.grpc_address)
 
 
 def logs_at(address: str) -> str | None:
     """The folder of logs of this machine's cluster at HOST:PORT; None of another machine's."""
-    found = (state for state in running_clusters() if state.grpc_address and _reachable(state.grpc_address) == address)
+    found = (state for state in running_clusters() if state.grpc_address and reachable(state.grpc_address) == address)
     return next((state.logs for state in found), None)
 
 
@@ -94,4 +94,4 @@ def running_address() -> str:
     addresses = {state.name: state.grpc_address for state in running_clusters() if state.grpc_address}
     if len(addresses) > 1 and "local" not in addresses:
         raise UsageError(f"give --address; several clusters run: {addresses}")
-    return _reachable(addresses.get("local") or next(iter(addresses.values()), DEFAULT_ADDRESS))
+    return reachable(addresses.get("local") or next(iter(addresses.values()), DEFAULT_ADDRESS))

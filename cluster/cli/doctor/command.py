@@ -20,13 +20,13 @@ def doctor(
     config: Annotated[
         Path | None, typer.Argument(help="Reads a cluster's YAML, and checks what `tandem up` would check of it.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="As of `tandem up`, with a YAML.")] = None,
+    model: Annotated[str | None, typer.Option(help="Sets model.path, as `tandem up` does.")] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Sets a key, as `tandem up` does. Repeatable."),
     ] = None,
     address: Annotated[
-        str | None, typer.Option(help="As of `tandem up`: other hosts of the Ray at HOST:PORT may have the workers.")
+        str | None, typer.Option(help="Lets hosts of the Ray at HOST:PORT have the workers, as `tandem up` does.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -1,0 +1,1 @@
+"""`tandem batch`: a file of requests in OpenAI's batch format, answered into another file."""

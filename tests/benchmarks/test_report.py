@@ -16,6 +16,7 @@ from tests.benchmarks.report.rows import number_rows, read_records, target_rows
 from tests.benchmarks.results import at_most
 from tests.benchmarks.results import print_result as show
 
+PAGE_LINES = 65
 DECISION = """# 0001: Push pages in batches
 
 transfer · 2026-11-22 · `push.py`
@@ -36,8 +37,14 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
     (kept / "peers.json").write_text(json.dumps({"peers": [peer]}))
     covered = {"what": "steps", "hosts": ["h200"], "outcome": "passed", "commit": "a", "date": "2026-11-22"}
     row = {"what": "8B, ms", "number": "8b.ms", "limit": "8b.floor", "target": "step, ms"}
-    sections = [{"title": "Steps", "record": f"steps-{records.host_kind(0)}", "text": "Milliseconds.", "rows": [row]}]
-    (kept / "headlines.json").write_text(json.dumps({"sections": sections}))
+    section = {
+        "title": "Steps",
+        "unit": "ms",
+        "record": f"steps-{records.host_kind(0)}",
+        "text": "One step.",
+        "rows": [row],
+    }
+    (kept / "headlines.json").write_text(json.dumps({"sections": [section]}))
     (kept / "coverage.json").write_text(json.dumps({"coverage": [covered]}))
     (decisions / "0001-push-pages.md").write_text(DECISION)
     return kept, decisions
@@ -115,6 +122,11 @@ def test_pages_are_stale_once_a_run_is_added_or_a_decision_changes(folders: tupl
     record(kept, [4.6])
     (decisions / "0002-more.md").write_text(DECISION.replace("0001", "0002"))
     assert [path.name for path in stale(kept, decisions)] == ["RESULTS.md", "README.md"]
+
+
+def test_the_results_fit_on_one_page() -> None:
+    lines = (records.RESULTS.parent / "RESULTS.md").read_text().splitlines()
+    assert len(lines) <= PAGE_LINES
 
 
 def test_a_headline_whose_number_was_renamed_is_refused(folders: tuple[Path, Path]) -> None:

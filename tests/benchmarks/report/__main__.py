@@ -8,12 +8,14 @@ python -m tests.benchmarks.report coverage  prints what has run on which GPUs
 """
 
 import argparse
+import textwrap
 from pathlib import Path
 
 from tests.benchmarks.records import RESULTS
 from tests.benchmarks.report.decisions import index_of
 from tests.benchmarks.report.headlines import headlines_page
 from tests.benchmarks.report.pages import printed
+from tests.benchmarks.report.rows import read_records
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMAND = "python -m tests.benchmarks.report"
@@ -34,7 +36,12 @@ def stale(results: Path, decisions: Path) -> list[Path]:
 
 
 def main(results: Path = RESULTS, decisions: Path = ROOT / "docs" / "decisions") -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = ", ".join(dict.fromkeys(record["benchmark"] for record in read_records(results)))
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog=textwrap.fill(f"benchmarks: {names}", 80),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("name", nargs="?", help="print this instead of writing: a benchmark, `targets` or `coverage`")
     parser.add_argument("--check", action="store_true", help="write nothing; fail where a page is stale")
     options = parser.parse_args()

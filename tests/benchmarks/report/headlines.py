@@ -1,6 +1,7 @@
 """RESULTS.md: the numbers that a reader compares first, each beside its target, its limit and its peers.
 
-`headlines.json` among the results says which. Each section has a title, a text and rows of one record:
+The page is one table with notes below. `headlines.json` among the results chooses its rows. Each section has a title, a
+unit, a text that defines its limit, and rows of one record:
 
     what        the row's words
     number      a number of the record; without it the row shows the value of its target
@@ -11,8 +12,9 @@
 """
 
 import json
+import string
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,18 +24,15 @@ from tests.benchmarks.report.tables import number, peers_cell, table, target_cel
 
 HEAD = """# Results
 
-What tandem reaches, beside its targets, what the hardware allows, and peers. `python -m tests.benchmarks.report` makes
-this page from `results/`. Do not edit it. `python -m tests.benchmarks.report NAME` prints all numbers of a benchmark.
+The numbers to compare tandem by: what it reaches, its target, how near that is to what the hardware allows, and peers.
+`python -m tests.benchmarks.report` makes this page from `results/`. Do not edit it.
 
-- *now*: the number in the newest run that has it; in brackets the least and the largest repeat. A sweep's brackets are
-  the last rate that kept the limits, and the first that did not.
-- *run*: the kind of host, date and commit of that run.
-- *÷ limit*: a ratio to what the device could do. Each section says what its limit is.
-- *peer*: the number on the same kind of host, and ours ÷ theirs.
-
-Hosts differ by some percent, and busy CPU cores by much more, so a claim is a ratio taken in one run.
+- *now*: the newest measurement; in brackets the smallest and the largest repeat. For goodput the brackets hold the
+  highest rate that kept the service level, and the lowest that did not.
+- *÷ limit*: the ratio to what the device could do. The notes below the table define each limit.
+- *peer*: its number on the same kind of host, and ours ÷ theirs.
 """
-COLUMNS = ("number", "now", "÷ limit", "target", "peer", "run")
+COLUMNS = ("", "number", "now", "÷ limit", "target", "peer", "run")
 WIDTH = 120
 
 
@@ -63,8 +62,11 @@ def headlines_page(folder: Path) -> str:
     found, peers = read_records(folder), read_peers(folder)
     records = {record.name: record for record in (_read(one, peers) for one in found)}
     sections = json.loads((folder / "headlines.json").read_text(encoding="utf-8"))["sections"]
-    parts = [HEAD, *(_section(section, records) for section in sections), _rest(folder, found)]
-    return "\n".join(parts)
+    runs: list[str] = []
+    rows = [row for section in sections for row in _rows(section, records, runs)]
+    notes = [_wrapped(f"- **{section['title']}**: {section['text']}", "  ") for section in sections]
+    legend = _wrapped("Runs: " + "; ".join(f"{_letter(number)}: {run}" for number, run in enumerate(runs)) + ".")
+    return "\n".join([HEAD, *table(COLUMNS, rows), "", *notes, "", legend, "", _rest(found), ""])
 
 
 def _read(record: Mapping[str, Any], peers: Peers) -> _Record:
@@ -74,47 +76,49 @@ def _read(record: Mapping[str, Any], peers: Peers) -> _Record:
     return _Record(f"{record['benchmark']}-{kind}", numbers, {row.name: row for row in target_rows(record)}, runs)
 
 
-def _section(section: Mapping[str, Any], records: Mapping[str, _Record]) -> str:
-    rows = [_cells(row, records[row.get("record", section["record"])]) for row in section["rows"]]
-    return "\n".join([f"## {section['title']}", "", _wrapped(section["text"]), "", *table(COLUMNS, rows), ""])
+def _rows(section: Mapping[str, Any], records: Mapping[str, _Record], runs: list[str]) -> Iterator[list[str]]:
+    """The table's rows of one section, of which the first has its title. Appends new runs to `runs`."""
+    for place, line in enumerate(section["rows"]):
+        title = "" if place else f"**{section['title']}**, {section['unit']}"
+        yield [title, *_cells(line, records[line.get("record", section["record"])], runs)]
 
 
-def _cells(line: Mapping[str, str], record: _Record) -> list[str]:
+def _cells(line: Mapping[str, str], record: _Record, runs: list[str]) -> list[str]:
     target = record.target(line["target"]) if "target" in line else None
     row = record.number(line["number"]) if "number" in line else record.target(line["target"])
     ratio = record.number(line["to_limit"]).value if "to_limit" in line else None
     judged = row.value if ratio is None else ratio  # by the target
     if "limit" in line:
         ratio = row.value / record.number(line["limit"]).value
+    run = record.runs[row.run - 1]
+    if run not in runs:
+        runs.append(run)
     return [
         line["what"],
         number(row.value) + (f" ({number(row.spread[0])} to {number(row.spread[1])})" if row.spread else ""),
         "" if ratio is None else f"{ratio:.2f}",
         target_cell(target.target if target else None, judged),
         peers_cell(row.value, row.peers),
-        record.runs[row.run - 1],
+        _letter(runs.index(run)),
     ]
 
 
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, WIDTH, break_long_words=False, break_on_hyphens=False)
+def _letter(run: int) -> str:
+    return string.ascii_lowercase[run]
 
 
-def _rest(folder: Path, records: Sequence[Mapping[str, Any]]) -> str:
-    """What else `python -m tests.benchmarks.report` prints."""
+def _wrapped(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _rest(records: Sequence[Mapping[str, Any]]) -> str:
+    """How many targets are reached, and the commands that print everything else."""
     targets = [row for record in records for row in target_rows(record)]
     reached = sum(not row.missed for row in targets)
-    names = ", ".join(dict.fromkeys(record["benchmark"] for record in records))
-    covered = json.loads((folder / "coverage.json").read_text(encoding="utf-8"))["coverage"]
-    lines = [
-        "## All numbers",
-        "",
-        f"{reached} of {len(targets)} targets are reached. The others: `python -m tests.benchmarks.report targets`.",
-        _wrapped(f"`NAME` is one of {names}."),
-        "",
-        "## What has run on which GPUs",
-        "",
-        f"{len(covered)} entries: tests and loads, with hosts, dates, commits and outcomes.",
-        "`python -m tests.benchmarks.report coverage` prints them.",
-    ]
-    return "\n".join([*lines, ""])
+    command = "`python -m tests.benchmarks.report targets`"
+    return _wrapped(
+        f"{reached} of {len(targets)} targets are reached. {command} prints the others, `report NAME` all numbers of a "
+        "benchmark, `report --help` their names, and `report coverage` which parts have run on which GPUs. Hosts "
+        "differ by some percent, and busy CPU cores by much more. So a claim about speed is a ratio of two numbers of "
+        "one run."
+    )

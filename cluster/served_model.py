@@ -1,6 +1,6 @@
 """The served model as a gateway sees it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tandem.cluster.config.cluster_config import ClusterConfig
@@ -24,9 +24,13 @@ class ServedModel:
         """Of each worker's pool."""
         return self.limits.pool_tokens // self.limits.page_size
 
+    def with_pages(self, num_pages: int) -> "ServedModel":
+        """The same model on workers whose pools have so many pages."""
+        return replace(self, limits=replace(self.limits, pool_tokens=num_pages * self.limits.page_size))
+
     @classmethod
-    def of_config(cls, config: ClusterConfig, max_model_len: int, num_pages: int) -> "ServedModel":
-        """ModelError for a checkpoint that is not served. Imports torch."""
+    def of_config(cls, config: ClusterConfig, max_model_len: int, num_pages: int = 0) -> "ServedModel":
+        """num_pages: 0 until the workers know it. ModelError for a checkpoint that is not served. Imports torch."""
         from tandem.cache.plan.kv_scales import KVScales
         from tandem.workers.checkpoint.tokenizer_files import end_tokens
         from tandem.workers.models.drafters.drafter_config import load_drafter_config

@@ -82,16 +82,14 @@ class Gateway:
     def __init__(self, settings: GatewaySettings) -> None:
         self._settings = settings
         folder = Path(settings.config.model.path or "")
-        self._model, limits = settings.model, settings.model.limits
+        self._model = settings.model
         self._tokenizer = Tokenizer.from_folder(folder)
         self._names = settings.config.model.names
         defaults = dict(default_sampling(folder, settings.config.model.generation_config))
         target = settings.config.scheduler.first_token_seconds
         if target is not None:
             defaults["first_token_seconds"] = target
-        self._validator = RequestValidator(
-            limits, self._tokenizer, salt_by_token=settings.security.salt_by_token, defaults=defaults
-        )
+        self._defaults = defaults
         self._colocated = settings.config.scheduler.roles == "colocated"
         self._started = settings.started or time.monotonic()
         self._table = GatewayTable.alone()
@@ -102,13 +100,16 @@ class Gateway:
             self._table.clear(settings.process, settings.incarnation - 1)
         self._readers = Readers(folder, READ_BY)
         section = settings.config.gateway
-        self._max_bytes = largest_body(section.max_message_mib, limits.max_model_len)
+        self._max_bytes = largest_body(section.max_message_mib, self._model.limits.max_model_len)
         self._bodies = BodyBudget((section.max_bodies_mib << 20) // settings.processes, self._max_bytes)
         self._warm_up: WarmUp | None = None
 
-    async def start(self) -> GatewayAddresses:
-        """Opens the ports. StartFailed when one cannot be had."""
+    async def start(self, num_pages: int | None = None) -> GatewayAddresses:
+        """Opens the ports. num_pages: of each worker; None where the settings' model has them. StartFailed when a port
+        cannot be had."""
         settings, turns = self._settings, CallTurns()
+        if num_pages is not None:
+            self._model = self._model.with_pages(num_pages)
         self._make_routing()
         self._make_requests()
         self._start_tasks()
@@ -154,11 +155,14 @@ class Gateway:
 
     def _make_requests(self) -> None:
         """The requests by id, and what observes their ends."""
-        section = self._settings.config.gateway
+        section, security = self._settings.config.gateway, self._settings.security
         self._metrics = RequestMetrics(self._table)
         self._tracer, self._end_export = self._open_tracer()
+        validator = RequestValidator(
+            self._model.limits, self._tokenizer, salt_by_token=security.salt_by_token, defaults=self._defaults
+        )
         self._requests = ActiveRequests(
-            self._validator,
+            validator,
             self._readers,
             self._router,
             self._tokenizer,

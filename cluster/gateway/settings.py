@@ -20,7 +20,7 @@ class GatewaySettings:
     """Everything a gateway process needs to know to start."""
 
     config: ClusterConfig
-    model: ServedModel
+    model: ServedModel  # without pages where the gateway starts beside the workers; Gateway.start() then gets them
     port: int
     http_port: int | None  # None: no HTTP
     metrics_port: int | None  # None: no port of its own

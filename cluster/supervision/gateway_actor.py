@@ -31,8 +31,9 @@ class GatewayActor:
         self._gateway = Gateway(settings)
         self._collecting = Future[None]()
 
-    def serve(self) -> GatewayAddresses:
-        addresses = self._events.run(self._gateway.start(), timeout=30)
+    def serve(self, num_pages: int | None = None) -> GatewayAddresses:
+        """num_pages: as for Gateway.start()."""
+        addresses = self._events.run(self._gateway.start(num_pages), timeout=30)
         self._gateway.prepare()
         self._collecting = self._events.start(IdleCollections(lambda: not self._gateway.running).run())
         return addresses

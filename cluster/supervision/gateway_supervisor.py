@@ -1,6 +1,7 @@
 """Keeps one host's gateway processes running, on the same ports, and takes the scale orders that reach them."""
 
 import logging
+import math
 import time
 from collections.abc import Callable, Set
 from concurrent.futures import Future
@@ -38,10 +39,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GatewayShape:
-    """How many processes a host's gateway has, and how many islands they may serve at a time."""
+    """How many processes a host's gateway has, and how many islands they may serve at a time.
+
+    num_pages: of each worker. Processes start before it is known, and serve once it is.
+    """
 
     processes: int
     num_islands: int
+    num_pages: Future[int]
 
 
 @dataclass(eq=False)
@@ -142,7 +147,8 @@ class GatewaySupervisor(Supervisor):
             self._gateways = self._plan(self._share)
         started = self._start()
         try:
-            addresses = self._liveness.results([member.call("serve") for member in started], SERVE_SECONDS)
+            (num_pages,) = self._liveness.results([self._shape.num_pages], math.inf)
+            addresses = self._liveness.results([member.call("serve", num_pages) for member in started], SERVE_SECONDS)
             told = [call for member in started for call in self._membership.attach(member)]
             self._liveness.results(told, SERVE_SECONDS)
         except (TandemError, Stopping):

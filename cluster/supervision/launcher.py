@@ -90,6 +90,7 @@ class Cluster:
         self._membership = Membership()
         self._islands: IslandSet | None = None
         self._gateways: GatewaySet | None = None
+        self._num_pages = Future[int]()  # of each worker, once they agree
         self._autoscaler: Autoscaler | None = None
         self._room: IslandRoom | None = None
         self._gives_way = False
@@ -121,11 +122,15 @@ class Cluster:
             network = Network(self._config, self._processes)
             self._room = IslandRoom(self._processes, self._config, network.where)
             islands = self._start_islands(max_model_len, network)
-            self._wait_until_ready(islands.all, lambda: progress and progress(islands.progress()))
+            gateways = self._start_gateways(islands, max_model_len, network)  # beside the workers, for whom they wait
+            self._wait_until_ready(islands.all, lambda: progress and progress(islands.progress()), gateways.all)
             clocks = [island.island.clock for island in islands.all]
             self.clock.seconds |= max(clocks, key=lambda clock: sum(clock.seconds.values())).seconds
             with self.clock.phase("gateway"):
-                addresses = self._start_gateways(islands, max_model_len, network)
+                self._num_pages.set_result(islands.num_pages)
+                self._wait_until_ready(gateways.all, lambda: None)
+                gateways.watch()
+                addresses = gateways.addresses[0]
                 self.grpc_address, self.http_address = addresses.grpc, addresses.http
                 self.metrics_address = addresses.metrics
             if self._predecessor is not None:
@@ -299,12 +304,12 @@ class Cluster:
             island.clock.listener = self.clock.listener
         return island
 
-    def _start_gateways(self, islands: IslandSet, max_model_len: int, network: Network) -> GatewayAddresses:
-        """The first one's addresses."""
+    def _start_gateways(self, islands: IslandSet, max_model_len: int, network: Network) -> GatewaySet:
+        """Begins to start them. They have their ports and imports, and serve once the workers agree on their pages."""
         self._gateways = GatewaySet(
             self._processes,
-            gateway_settings(self._config, ServedModel.of_config(self._config, max_model_len, islands.num_pages)),
-            GatewayShape(gateway_processes(self._config), max_islands(self._config)),
+            gateway_settings(self._config, ServedModel.of_config(self._config, max_model_len)),
+            GatewayShape(gateway_processes(self._config), max_islands(self._config), self._num_pages),
             network,
             self._membership,
             islands.release,
@@ -312,9 +317,8 @@ class Cluster:
             self._fail,
             self._beside,
         )
-        self._wait_until_ready(self._gateways.start(), lambda: None)
-        self._gateways.watch()
-        return self._gateways.addresses[0]
+        self._gateways.start()
+        return self._gateways
 
     def _start_autoscaler(self) -> None:
         section, islands, room = self._config.scaling, self._islands, self._room
@@ -329,15 +333,17 @@ class Cluster:
         self._autoscaler = Autoscaler(self._config, islands, meter, room, self._membership.update_scaling, roles=roles)
         self._autoscaler.start()
 
-    def _wait_until_ready(self, parts: Sequence[Supervisor], look: Callable[[], object]) -> None:
-        """look: called while they are not ready."""
+    def _wait_until_ready(
+        self, parts: Sequence[Supervisor], look: Callable[[], object], beside: Sequence[Supervisor] = ()
+    ) -> None:
+        """look: called while they are not ready. beside: parts whose failure ends the wait, too."""
         pending = {part.ready for part in parts}
         while pending:
             look()
             done, pending = wait(pending, timeout=READY_POLL_SECONDS)
             if self._failure.done():
                 self._failure.result()
-            for ready in done:
+            for ready in (*done, *(part.ready for part in beside if part.ready.done())):
                 ready.result()
 
     def _tell_away(self, reason: str) -> None:

@@ -1,5 +1,7 @@
 """Settings of gateways that tests start."""
 
+from concurrent.futures import Future
+
 from tandem.cluster.config.cluster_config import ClusterConfig
 from tandem.cluster.gateway.settings import GatewaySettings
 from tandem.cluster.requests.model_limits import ModelLimits
@@ -13,3 +15,10 @@ NO_MODEL = ServedModel("none", "float32", 1, 1, (), ModelLimits(vocab_size=1, ma
 def settings_of(config: ClusterConfig, max_model_len: int, num_pages: int) -> GatewaySettings:
     """Of the first process, for the model of `config` in pools of num_pages."""
     return gateway_settings(config, ServedModel.of_config(config, max_model_len, num_pages))
+
+
+def known(num_pages: int) -> Future[int]:
+    """As a gateway's supervisor waits for it."""
+    pages: Future[int] = Future()
+    pages.set_result(num_pages)
+    return pages

@@ -23,7 +23,7 @@ from tandem.cluster.supervision.gateways.host_share import HostCounts, Shared
 from tandem.cluster.supervision.network import Network
 from tandem.cluster.supervision.process_settings import gateway_settings
 from tests.cluster.fake_processes import FakeGroup, FakeProcess, FakeProcesses
-from tests.support.gateways import NO_MODEL
+from tests.support.gateways import NO_MODEL, known
 from tests.support.waiting import until
 
 HERE, FAR = "10.0.0.1", "10.0.0.2"
@@ -95,7 +95,7 @@ class SupervisedGateways:
         self.set = GatewaySet(
             self.processes,
             gateway_settings(config, NO_MODEL),
-            GatewayShape(processes=2, num_islands=1),
+            GatewayShape(processes=2, num_islands=1, num_pages=known(16)),
             Network(config, self.processes),
             self.membership,
             self.released.append,

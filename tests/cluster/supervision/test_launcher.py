@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tandem.cluster.config.cluster_config import load_config
-from tandem.cluster.errors import ConfigError, StartFailed
+from tandem.cluster.errors import ConfigError, ProcessEnded, StartFailed
 from tandem.cluster.processes.placement import Where
 from tandem.cluster.supervision import process_settings
 from tandem.cluster.supervision.launcher import Cluster
@@ -20,7 +20,7 @@ from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.workers.config import WorkerConfig
 from tandem.workers.models.registry import load_config as load_model_config
 from tandem.workers.runner.model_cache import kv_layout
-from tests.cluster.fake_processes import FakeProcesses
+from tests.cluster.fake_processes import FakeProcess, FakeProcesses
 from tests.support.checkpoints import make_model
 from tests.support.draft_heads import save_eagle3, save_mtp
 from tests.support.waiting import until
@@ -161,15 +161,61 @@ def test_an_island_lost_before_the_gateway_is_there(tmp_path: Path) -> None:
         (island,) = cluster._islands.all
         island.ready.result(60)
         first = island.island
-        processes.groups[0].members[0].kill()
+        named(processes, "prefill (PE 0)").kill()
         until(lambda: island.island is not first)
 
     cluster.start(lose)
     try:
-        ((gateway,),) = [specs for specs in processes.specs if "/gateway." in specs[0].name]
-        assert gateway.argument.model.num_pages == 77  # type: ignore[attr-defined]
+        assert ("serve", (77,)) in named(processes, "/gateway.").calls
     finally:
         cluster.stop()
+
+
+def named(processes: FakeProcesses, part: str) -> FakeProcess:
+    """The first process whose name has that part."""
+    found = (member for group in processes.groups for member in group.members)
+    return next(member for member in found if part in member.name)
+
+
+def test_the_gateway_starts_beside_the_workers(tmp_path: Path) -> None:
+    """Its process is there while they read weights, and it serves once they know their pages."""
+    make_checkpoint(tmp_path / "model")
+    values = {"model.path": str(tmp_path / "model"), "cache.num_pages": 77, "gateway.port": 0}
+    processes, workers_load = FakeProcesses(silent={"load"}), list[FakeProcess]()
+    cluster = Cluster(load_config(None, values), processes)
+
+    def look(_: object) -> None:
+        if workers_load:
+            return
+        until(lambda: len(processes.groups) == 2)
+        gateway = named(processes, "/gateway.")
+        workers_load.extend(named(processes, part) for part in ("prefill", "decode"))
+        until(lambda: all(worker.awaits("load") for worker in workers_load))
+        assert "serve" not in [method for method, _ in gateway.calls]
+        for worker in workers_load:
+            worker.answer_pending("load", None)
+
+    cluster.start(look)
+    try:
+        assert ("serve", (77,)) in named(processes, "/gateway.").calls
+    finally:
+        cluster.stop()
+    assert workers_load
+
+
+def test_a_gateway_that_fails_ends_a_start_whose_workers_still_load(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model")
+    values = {"model.path": str(tmp_path / "model"), "gateway.port": 0, "recovery.unresponsive_seconds": 60}
+    processes = FakeProcesses(silent={"load"})
+    cluster = Cluster(load_config(None, values), processes)
+
+    def lose(_: object) -> None:
+        until(lambda: len(processes.groups) == 2)
+        named(processes, "/gateway.").kill()
+
+    with pytest.raises(ProcessEnded, match=r"gateway"):
+        cluster.start(lose)
+    assert all(member.killed for group in processes.groups for member in group.members)
 
 
 def test_drafters_that_do_not_fit(tmp_path: Path) -> None:

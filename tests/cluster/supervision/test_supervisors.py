@@ -29,7 +29,7 @@ from tandem.cluster.supervision.supervisor import RestartBudget
 from tandem.transfer.endpoint import LOOPBACK
 from tandem.transfer.errors import PeerGone
 from tests.cluster.fake_processes import ANSWERS, FakeGroup, FakeProcess, FakeProcesses, room_of_each
-from tests.support.gateways import NO_MODEL
+from tests.support.gateways import NO_MODEL, known
 from tests.support.waiting import until
 
 PATIENT = RecoverySection()
@@ -594,7 +594,7 @@ class SupervisedGateway:
         self.supervisor = GatewaySupervisor(
             processes,
             gateway_settings(config, NO_MODEL),
-            GatewayShape(processes=2, num_islands=1),
+            GatewayShape(processes=2, num_islands=1, num_pages=known(16)),
             self.membership,
             self.released.append,
             self._scale,

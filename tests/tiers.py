@@ -29,6 +29,7 @@ NOT_UNIT = (
     "tests/cluster/cli/test_cli.py",
     "tests/cluster/cli/test_doctor.py",
     "tests/cluster/cli/test_kernel_plan.py",
+    "tests/cluster/cli/test_once_a_host.py",
     "tests/cluster/cli/test_preflight.py",
     "tests/cluster/tools/test_random_checkpoint.py",
     "tests/cluster/cli/test_runtime_dir.py",

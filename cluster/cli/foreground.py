@@ -77,7 +77,7 @@ def _serve(
     with clock.phase("imports"):
         gc.disable()  # all that is imported stays
         forks = fork_beside(config)
-        from tandem.cluster.cli.kernels.builds import prepare_start
+        from tandem.cluster.cli.kernels.once_a_host import build_beside
         from tandem.cluster.processes.ray_processes import RayProcesses
         from tandem.cluster.supervision.launcher import Cluster
 
@@ -87,7 +87,7 @@ def _serve(
         cluster = Cluster(config, processes, clock, predecessor)
     offer: Offer | None = None
     try:
-        cluster.start(report.show, lambda: prepare_start(config, report.line))
+        cluster.start(report.show, lambda: build_beside(config, report.line))
         report.stop()
         if predecessor is not None:
             lock.rename(config.name, OLD_SECONDS)

@@ -67,7 +67,7 @@ class Launch:
             for warning in check_host(self.config, own_ray=self._ray_address is None):
                 log.warning("%s", warning)
             # They import torch and Ray, which takes seconds: after the checks.
-            from tandem.cluster.cli.kernels.builds import prepare_start
+            from tandem.cluster.cli.kernels.once_a_host import build_beside
             from tandem.cluster.processes.ray_processes import RayProcesses
             from tandem.cluster.supervision.launcher import Cluster
             from tandem.cluster.supervision.process_modules import process_modules
@@ -75,7 +75,7 @@ class Launch:
             processes = RayProcesses(self._ray_address, modules=process_modules(self.config))
             cluster = Cluster(self.config, processes)
             stack.callback(cluster.stop)
-            address = cluster.start(None, lambda: prepare_start(self.config, log.info))
+            address = cluster.start(None, lambda: build_beside(self.config, log.info))
             lock.publish(address, cluster.clock.seconds, processes.log_folder(self.config.logging.folder))
             return address, stack.pop_all().close
 

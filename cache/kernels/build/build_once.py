@@ -1,5 +1,6 @@
 """What is compiled here for a user: each file once, named by the hash of all that it comes from."""
 
+import fcntl
 import hashlib
 import logging
 import os
@@ -7,13 +8,17 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
 KERNEL_CACHE, TRITON_CACHE = "TANDEM_KERNEL_CACHE", "TRITON_CACHE_DIR"
 SECONDS_TO_COMPILE = 120.0
+LOCK_SECONDS = 2 * SECONDS_TO_COMPILE  # then another process's build no longer counts
+LOCK_POLL_SECONDS = 0.05
 INCLUDE = re.compile(r'^#include "(.+)"', re.MULTILINE)
 
 log = logging.getLogger(__name__)
@@ -38,17 +43,44 @@ def share_triton_cache() -> None:
 def build_once(folder: Path, name: str, key: bytes, make: Callable[[Path], object]) -> Path:
     """The file `folder`/name, with the hash of `key` before its suffix; made by make(path) unless it is there.
 
-    Several processes may do so at once. path: where make() writes the file, in a folder that is empty at first and goes
-    afterwards. What it raises comes through, and nothing is left; OSError when `folder` cannot be written.
+    While one process makes it, others wait for the file. path: where make() writes it, in a folder that is empty at
+    first and goes afterwards. What make() raises comes through, and no file is left; OSError when `folder` cannot be
+    written.
     """
     built = built_path(folder, name, key)
     if not built.exists():
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as own:
-            made = Path(own) / built.name
-            make(made)
-            made.replace(built)
+        with locked(folder / f".{built.name}.lock", LOCK_SECONDS):
+            if not built.exists():
+                with tempfile.TemporaryDirectory(dir=folder) as own:
+                    made = Path(own) / built.name
+                    make(made)
+                    made.replace(built)
     return built
+
+
+@contextmanager
+def locked(path: Path, seconds: float, wait: Callable[[], object] = lambda: None) -> Iterator[bool]:
+    """Holds the lock of a file, which is made and stays. No two processes or threads of a host hold it at once.
+
+    Yields whether it is held: False after `seconds` in which others held it. wait: called before each new attempt; what
+    it raises comes through. OSError where the file cannot be written. The kernel releases the lock of a process that
+    ends.
+    """
+    deadline = time.monotonic() + seconds
+    with path.open("a") as file:
+        while not (held := _take(file.fileno())) and time.monotonic() < deadline:
+            wait()
+            time.sleep(LOCK_POLL_SECONDS)
+        yield held
+
+
+def _take(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def built_path(folder: Path, name: str, key: bytes) -> Path:

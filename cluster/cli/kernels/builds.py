@@ -1,4 +1,4 @@
-"""Compiles what a cluster needs ahead of its start, side by side within the host's memory, and says how far it is."""
+"""Compiles what a cluster needs, side by side within the host's memory, and reports the progress."""
 
 import os
 import signal
@@ -11,18 +11,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO
 
-from tandem.cache.kernels.build.build_once import share_triton_cache
 from tandem.cache.kernels.build.nvml import read_driver
-from tandem.cache.kernels.build.side_by_side import Budget, Build, read_budget
+from tandem.cache.kernels.build.side_by_side import Budget, Build
 from tandem.cluster.cli.kernels.plan import KernelPlan, choose_target, plan_kernels
 from tandem.cluster.config.cluster_config import ClusterConfig
-from tandem.cluster.errors import UsageError
 
 LINE_SECONDS = 10.0  # between two lines while nothing begins or ends
 POLL_SECONDS = 0.1
 MOST_SAID = 300  # characters of what a compiler said, its last ones
 
 Say = Callable[[str], None]
+Check = Callable[[], None]
+"""Called a few times a second while compilers run. What it raises ends them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,22 +40,6 @@ def plan_for(config: ClusterConfig, gpu: str | None = None) -> KernelPlan:
     return plan_kernels(config, choose_target(gpu, read_driver()) if config.island.device == "cuda" else None)
 
 
-def prepare_start(config: ClusterConfig, say: Say) -> None:
-    """Builds what is missing before a start. What cannot be built is built at its first use, or others serve."""
-    try:
-        plan = plan_for(config)
-    except UsageError:  # GPUs of several kinds, or those of another host
-        return
-    share_triton_cache()
-    for reason in build_missing(plan, say):
-        say(f"not built ahead: {reason}")
-
-
-def build_missing(plan: KernelPlan, say: Say) -> list[str]:
-    """What is lacking and what failed, each with the reason."""
-    return [*plan.lacking, *(build_all(plan.missing, read_budget(), say) if plan.missing else ())]
-
-
 def start(build: Build, jobs: int) -> Running:
     """The one place that runs a compiler: a process of its own, with `jobs` compilers at most."""
     errors = tempfile.TemporaryFile()  # noqa: SIM115  # Running owns it
@@ -71,7 +55,11 @@ def start(build: Build, jobs: int) -> Running:
 
 
 def build_all(
-    builds: Sequence[Build], budget: Budget, say: Say, start: Callable[[Build, int], Running] = start
+    builds: Sequence[Build],
+    budget: Budget,
+    say: Say,
+    start: Callable[[Build, int], Running] = start,
+    check: Check = lambda: None,
 ) -> list[str]:
     """Builds all, and returns what failed: title and reason. A failure ends no other; an exception ends all."""
     waiting, running, failed = list(builds), list[Running](), list[str]()
@@ -93,6 +81,7 @@ def build_all(
                 said = time.monotonic()
                 titles = ", ".join(one.build.title for one in running)
                 say(f"still building {titles}: {done} of {len(builds)} done, {said - began:.0f} s so far")
+            check()
             time.sleep(POLL_SECONDS if running else 0)
     finally:
         for one in running:

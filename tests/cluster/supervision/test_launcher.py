@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -201,6 +202,48 @@ def test_the_gateway_starts_beside_the_workers(tmp_path: Path) -> None:
     finally:
         cluster.stop()
     assert workers_load
+
+
+def test_workers_wait_for_kernels_after_their_weights(tmp_path: Path) -> None:
+    """Processes start and read weights while the host compiles; no forward comes before its kernels."""
+    make_checkpoint(tmp_path / "model")
+    values = {"model.path": str(tmp_path / "model"), "cache.num_pages": 77, "gateway.port": 0}
+    processes, built = FakeProcesses(), Future[None]()
+    cluster = Cluster(load_config(None, values), processes)
+
+    def look(_: object) -> None:
+        if built.done():
+            return
+        until(lambda: "builds" in phases)
+        for part in ("prefill", "decode"):
+            called = [method for method, _ in named(processes, part).calls]
+            assert "load" in called
+            assert "open" not in called
+        built.set_result(None)
+
+    phases: list[str] = []
+    cluster.clock.listener = phases.append
+    cluster.start(look, lambda: built)
+    cluster.stop()
+    assert phases.index("weights") < phases.index("builds") < phases.index("island")
+    assert "builds" in cluster.clock.seconds
+
+
+def test_kernels_that_are_there_have_no_phase_and_a_failed_plan_ends_the_start(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path / "model")
+    values = {"model.path": str(tmp_path / "model"), "gateway.port": 0}
+    done, failed, pending = Future[None](), Future[None](), Future[None]()
+    done.set_result(None)
+    failed.set_exception(ConfigError("cache.page_size is odd"))
+    cluster = Cluster(load_config(None, values), FakeProcesses())
+    cluster.start(None, lambda: done)
+    cluster.stop()
+    assert "builds" not in cluster.clock.seconds
+    with pytest.raises(ConfigError, match="page_size is odd"):
+        Cluster(load_config(None, values), FakeProcesses()).start(None, lambda: failed)
+    with pytest.raises(StartFailed):
+        Cluster(load_config(None, values), CrampedProcesses()).start(None, lambda: pending)
+    assert pending.cancelled()
 
 
 def test_a_gateway_that_fails_ends_a_start_whose_workers_still_load(tmp_path: Path) -> None:

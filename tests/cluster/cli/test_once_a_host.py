@@ -1,0 +1,188 @@
+"""Who compiles on a host, and when: by builders that only write files."""
+
+import subprocess
+import sys
+import threading
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tandem.cache.kernels.build.build_once import KERNEL_CACHE, build_once
+from tandem.cache.kernels.build.side_by_side import Build
+from tandem.cluster.cli.kernels import builds, once_a_host
+from tandem.cluster.cli.kernels.builds import Check, Running, Say
+from tandem.cluster.cli.kernels.once_a_host import build_beside, build_once_a_host
+from tandem.cluster.cli.kernels.plan import KernelPlan
+from tandem.cluster.config.cluster_config import load_config
+from tandem.cluster.errors import UsageError
+from tests.support.waiting import until
+
+SLEEP = "import time; time.sleep(60)"
+
+
+def unchecked() -> None:
+    """No start is called off."""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(KERNEL_CACHE, str(tmp_path / "kernels"))
+    return tmp_path / "kernels"
+
+
+class Host:
+    """Two kernels, which the builder writes as files once `goes_on` is set."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.built: list[str] = []
+        self.goes_on = threading.Event()
+
+    def plan(self) -> KernelPlan:
+        there = [name for name in ("a", "b") if (self._folder / name).exists()]
+        missing = [Build(name, "{}") for name in ("a", "b") if name not in there]
+        return KernelPlan(tuple(missing), tuple(there), ("c: nvcc is not on the PATH",))
+
+    def build(self, plan: KernelPlan, say: Say, check: Check) -> list[str]:
+        assert self.goes_on.wait(30)
+        for build in plan.missing:
+            check()
+            (self._folder / build.title).touch()
+            self.built.append(build.title)
+        return []
+
+
+def test_one_start_of_a_host_builds_and_the_others_wait_for_it(folder: Path) -> None:
+    host, said = Host(folder), list[str]()
+    with ThreadPoolExecutor(3) as starts:
+        lacking = [starts.submit(build_once_a_host, host.plan, said.append, unchecked, host.build) for _ in range(3)]
+        until(lambda: len(said) == 2)
+        assert not host.built
+        host.goes_on.set()
+        assert [one.result(30) for one in lacking] == [["c: nvcc is not on the PATH"]] * 3
+    assert host.built == ["a", "b"]
+    assert said == ["waits for kernels that another process of this host builds"] * 2
+
+
+def test_a_start_that_is_called_off_waits_no_longer(folder: Path) -> None:
+    host = Host(folder)
+    with ThreadPoolExecutor(1) as starts:
+        first = starts.submit(build_once_a_host, host.plan, print, unchecked, host.build)
+        until(lambda: (folder / once_a_host.LOCK).exists())
+
+        def called_off() -> None:
+            raise CancelledError
+
+        with pytest.raises(CancelledError):
+            build_once_a_host(host.plan, print, called_off, host.build)
+        host.goes_on.set()
+        first.result(30)
+
+
+def test_a_host_that_has_all_takes_no_lock(folder: Path) -> None:
+    host, said = Host(folder), list[str]()
+    folder.mkdir()
+    for name in ("a", "b"):
+        (folder / name).touch()
+    assert build_once_a_host(host.plan, said.append, unchecked, host.build) == ["c: nvcc is not on the PATH"]
+    assert not (folder / once_a_host.LOCK).exists()
+
+
+def test_a_folder_that_cannot_be_written_keeps_no_start_from_trying(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(KERNEL_CACHE, str(tmp_path / "file" / "kernels"))
+    tried: list[str] = []
+
+    def fails(plan: KernelPlan, say: Say, check: Check) -> list[str]:
+        tried.extend(build.title for build in plan.missing)
+        return ["a: Not a directory"]
+
+    assert build_once_a_host(Host(tmp_path).plan, print, unchecked, fails)[1:] == ["a: Not a directory"]
+    assert tried == ["a", "b"]
+
+
+class TestBeside:
+    """A start goes on while a thread builds."""
+
+    @pytest.fixture(autouse=True)
+    def scripts(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Running]:
+        """Builds are Python scripts."""
+        running: list[Running] = []
+        popen, start = subprocess.Popen, builds.start
+
+        def start_script(build: Build, jobs: int) -> Running:
+            command = [sys.executable, "-c", build.order]
+            monkeypatch.setattr(builds.subprocess, "Popen", lambda _, **options: popen(command, **options))
+            running.append(start(build, jobs))
+            return running[-1]
+
+        monkeypatch.setattr(once_a_host, "start", start_script)
+        return running
+
+    def plans(self, monkeypatch: pytest.MonkeyPatch, *orders: str) -> None:
+        missing = tuple(Build(f"kernel {number}", order) for number, order in enumerate(orders))
+        monkeypatch.setattr(once_a_host, "plan_for", lambda config: KernelPlan(missing, ()))
+
+    def test_it_is_done_when_all_is_built_and_says_what_failed(
+        self, scripts: list[Running], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.plans(monkeypatch, "import os; assert os.nice(0) >= 10", "import sys; sys.exit('nvcc: no such file')")
+        said: list[str] = []
+        build_beside(load_config(None, {}), said.append).result(60)
+        assert [one.process.returncode for one in scripts] == [0, 1]
+        assert "not built ahead: kernel 1: nvcc: no such file" in said
+        assert not any("not built ahead: kernel 0" in line for line in said)
+
+    def test_a_start_that_is_called_off_ends_the_compilers(
+        self, scripts: list[Running], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.plans(monkeypatch, SLEEP)
+        built = build_beside(load_config(None, {}), print)
+        until(lambda: scripts)
+        assert not built.done()
+        assert built.cancel()
+        assert scripts[0].process.wait(30) == -9
+        until(lambda: "builds" not in [thread.name for thread in threading.enumerate()])
+
+    def test_an_error_of_the_plan_is_the_futures(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for error in (ValueError("no such type"), UsageError("this host has no GPU")):
+
+            def plan(config: object, error: Exception = error) -> KernelPlan:
+                raise error
+
+            monkeypatch.setattr(once_a_host, "plan_for", plan)
+            built = build_beside(load_config(None, {}), print)
+            if isinstance(error, UsageError):  # its kernels are built at their first use
+                built.result(30)
+            else:
+                with pytest.raises(ValueError, match="no such type"):
+                    built.result(30)
+
+
+def test_a_file_is_made_by_one_process_and_others_wait_for_it(tmp_path: Path) -> None:
+    made, goes_on = list[int](), threading.Event()
+
+    def make(number: int, path: Path) -> None:
+        made.append(number)
+        assert goes_on.wait(30)
+        path.write_text(str(number))
+
+    with ThreadPoolExecutor(3) as pool:
+        calls = [pool.submit(build_once, tmp_path, "a.so", b"key", partial(make, number)) for number in range(3)]
+        until(lambda: made)
+        goes_on.set()
+        (there,) = {call.result(30) for call in calls}
+    assert there.read_text() == str(*made)
+
+
+def test_a_build_that_fails_is_tried_by_those_who_waited(tmp_path: Path) -> None:
+    def fails(path: Path) -> None:
+        raise OSError("disk")
+
+    with pytest.raises(OSError, match="disk"):
+        build_once(tmp_path, "a.so", b"key", fails)
+    assert build_once(tmp_path, "a.so", b"key", lambda path: path.write_text("a")).read_text() == "a"

@@ -61,9 +61,7 @@ class Island:
         self._loads: dict[ActorProcess, Future[Any]] = {}
         self._replacements: set[str] = set()  # names
         self._addresses: tuple[WorkerAddress, ...] = ()  # once the island is formed
-        self.built: Future[None] | None = (
-            None  # kernels that this host compiles; None: it has all
-        )
+        self.built: Future[None] | None = None  # kernels that this host compiles; None: it has all
         self.clock = StartClock()
         self.num_pages = 0  # of each worker, once the island is formed
         self.formed = False

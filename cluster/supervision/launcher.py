@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tandem.cache.kernels.flashinfer.served_version import refused_version
 from tandem.cache.kinds.kind import check_gpu
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.layout import KVLayout
@@ -388,7 +389,10 @@ def _check_drafter(worker: WorkerConfig, model: ModelConfig, tokenizer: Tokenize
 
 
 def _check_gpu(layout: KVLayout, model: ModelConfig) -> None:
-    """ConfigError unless the kernels of a GPU serve the cache of a layout. model: whose latents it has, if any."""
+    """ConfigError unless the kernels of a GPU serve the cache of a layout. model: whose latents it has, if any.
+    StartFailed for a version of FlashInfer that does not serve."""
+    if reason := refused_version():
+        raise StartFailed(reason)
     try:
         check_gpu(layout, None if model.latent is None else model.latent.heads)
     except InvalidArgument as error:

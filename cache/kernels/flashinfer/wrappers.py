@@ -11,10 +11,16 @@ import torch
 from torch import Tensor
 
 from tandem.cache.kernels.flashinfer.modules import FlashInferModule, module_folder
+from tandem.cache.kernels.flashinfer.served_version import refused_version
 
 
 def load_flashinfer() -> Any:
-    """The library, which takes seconds to import. It finds the modules that were built ahead."""
+    """The library, which takes seconds to import. It finds the modules that were built ahead.
+
+    RuntimeError for a version that does not serve.
+    """
+    if reason := refused_version():
+        raise RuntimeError(reason)
     import flashinfer  # pyright: ignore[reportMissingImports]  # comes with the extras cuda12 and cuda13
     from flashinfer.jit import env  # pyright: ignore[reportMissingImports]
 

@@ -10,13 +10,14 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
 
 from tandem.cache.extras import install
 from tandem.cache.kernels.build.nvml import VISIBLE, Driver, Gpu
+from tandem.cache.kernels.flashinfer.served_version import refused_version
 from tandem.cluster.cli.gpu_room import holders_of
 from tandem.cluster.cli.preflight import FILES, fitting_config
 from tandem.cluster.cli.rank_room import cpu_shapes, gpu_shapes
@@ -71,7 +72,8 @@ def examine(port: int, driver: Driver) -> Iterator[Finding]:
     yield _gpu_memory(driver)
     yield _peer_to_peer(driver)
     for name in ("nvshmem4py", "flashinfer-python", "triton"):
-        yield _package(name, f"for a GPU island: {install('cuda13')}, or cuda12")
+        found = _package(name, f"for a GPU island: {install('cuda13')}, or cuda12")
+        yield replace(found, advice=refused_version()) if name == "flashinfer-python" and found.ok else found
     yield _device_library()
     yield _remote_transports()
     yield _nixl()

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable
@@ -12,6 +13,8 @@ import pytest
 
 from tandem.cache.kernels.build import nvml
 from tandem.cache.kernels.build.nvml import Driver, Gpu
+from tandem.cache.kernels.flashinfer import served_version
+from tandem.cache.kernels.flashinfer.wrappers import load_flashinfer
 from tandem.cluster.cli import commands as cli
 from tandem.cluster.cli import rank_room
 from tandem.cluster.cli.doctor import checks as doctor
@@ -341,3 +344,18 @@ def test_a_gpu_that_others_fill_serves_nothing(monkeypatch: pytest.MonkeyPatch) 
         "GPU 0: H200, 139 GiB: cannot serve while it has 130.0 GiB in use by process "
         f"{os.getpid()} ({command}) 129.0 GiB; a worker needs 3.2 GiB beside weights and KV, of 0.9 of the memory"
     )
+
+
+@pytest.mark.parametrize(("installed", "serves"), [("0.6.18", True), ("0.7.4", False), ("0.60.1", False)])
+def test_a_flashinfer_that_does_not_serve_is_named(
+    installed: str, serves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the doctor, and by whatever would load it."""
+    monkeypatch.setattr(doctor, "version", lambda name: installed)
+    monkeypatch.setattr(served_version, "version", lambda name: installed)
+    reason = f"flashinfer-python is {installed}; 0.6 is accepted: pip install 'flashinfer-python==0.6.*'"
+    found = findings()["flashinfer-python"]
+    assert (found.found, found.advice) == (installed, "" if serves else reason)
+    if not serves:
+        with pytest.raises(RuntimeError, match=re.escape(reason)):
+            load_flashinfer()

@@ -27,10 +27,6 @@ class LogSettings:
     format: str = "text"  # text or json
     folder: str | None = None  # None: stderr
 
-    @property
-    def is_default(self) -> bool:
-        return self == LogSettings()
-
 
 class TextFormatter(logging.Formatter):
     """Time, message and fields in one line, tracebacks behind it."""
@@ -91,13 +87,11 @@ class _Queued(QueueHandler):
         super().close()
 
 
-def open_log(settings: LogSettings, process: str) -> logging.Handler | None:
-    """Lets this process log as configured, until close_log(). None where nothing is configured: Python's defaults hold.
+def open_log(settings: LogSettings, process: str) -> logging.Handler:
+    """Lets this process log as configured, until close_log(). Workers, gateways and the launcher write the same lines.
 
     process: its name, that of its file, too. OSError when the file cannot be opened.
     """
-    if settings.is_default:
-        return None
     target: logging.Handler = logging.StreamHandler()
     if settings.folder is not None:
         Path(settings.folder).mkdir(parents=True, exist_ok=True)
@@ -111,9 +105,9 @@ def open_log(settings: LogSettings, process: str) -> logging.Handler | None:
     return handler
 
 
-def close_log(handler: logging.Handler | None) -> None:
+def close_log(handler: logging.Handler) -> None:
     """Writes what waits. Idempotent."""
-    if handler is not None and handler in logging.getLogger(LOGGER).handlers:
+    if handler in logging.getLogger(LOGGER).handlers:
         logging.getLogger(LOGGER).removeHandler(handler)
         handler.close()
 

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import threading
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
@@ -59,7 +60,11 @@ def test_lines_beyond_the_bound_are_dropped(json_lines: Any, monkeypatch: pytest
     assert 0 < len(json_lines()) <= MAX_LINES + 1
 
 
-def test_defaults_leave_logging_alone() -> None:
+def test_defaults_write_the_same_lines_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
     before = [*logging.getLogger("tandem").handlers]
-    assert open_log(LogSettings(), "local/gateway.0") is None
+    handler = open_log(LogSettings(), "local/worker.0")
+    log.warning("the disk is slow", extra=fields(request_id="a"))
+    close_log(handler)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} the disk is slow request_id=a", line)
     assert logging.getLogger("tandem").handlers == before

@@ -38,9 +38,10 @@ def run(
     out: Annotated[Path, typer.Option(help="Writes NAME.json and plots to this folder.")] = BENCH_FOLDER,
     only_list: Annotated[bool, typer.Option("--list", help="Lists the benchmarks, and runs none.")] = False,
 ) -> None:
-    """Run the benchmarks of the checkout around the current folder; keep JSON and plots, and print what was reached.
+    """Run the benchmarks of the checkout around the current folder.
 
-    Exits with 1 when one fails; a target that is missed is no failure.
+    Each writes its numbers as JSON, and plots, and prints its targets. The exit code is 1 when one fails. A missed
+    target is no failure.
     """
     from tandem.cluster.tools.bench.checkout import load_benchmarks
 
@@ -53,60 +54,91 @@ def run(
 
 @app.command()
 def serve(
-    grpc: Annotated[str | None, typer.Option(help="HOST:PORT of a tandem gateway.")] = None,
+    grpc: Annotated[str | None, typer.Option(help="Loads the tandem gateway at HOST:PORT.")] = None,
     url: Annotated[
         list[str] | None,
-        typer.Option(help="Of a server with OpenAI's API, like http://127.0.0.1:8000; several get requests in turns."),
+        typer.Option(help="Loads a server with OpenAI's API, such as http://127.0.0.1:8000. Several take turns."),
     ] = None,
     endpoint: Annotated[
-        Literal["completions", "chat"], typer.Option(help="With --url: prompts as token ids, or chats as text.")
+        Literal["completions", "chat"], typer.Option(help="Sends prompts as token ids, or chats as text, with --url.")
     ] = "completions",
-    model_name: Annotated[str | None, typer.Option(help="The served model's name; with --url the first one's.")] = None,
+    model_name: Annotated[
+        str | None, typer.Option(help="Names the served model. Default with --url: the first one.")
+    ] = None,
     mix: Annotated[
-        str | None, typer.Option(help="A, A2, B, C, bursty, mixed or laptop: lengths, arrivals and SLO.")
+        str | None, typer.Option(help="Sets lengths, arrivals and SLO: A, A2, B, C, bursty, mixed or laptop.")
     ] = None,
     prompt_tokens: Annotated[
         str | None,
         typer.Option(
-            help="Instead of the mix's: fixed:N, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA:CAP, either:LOW:HIGH:SHARE."
+            help="Draws prompt lengths instead of the mix's: fixed:N, uniform:LOW:HIGH, lognormal:MEDIAN:SIGMA:CAP or "
+            "either:LOW:HIGH:SHARE."
         ),
     ] = None,
-    output_tokens: Annotated[str | None, typer.Option(help="The same for outputs.")] = None,
-    prefix: Annotated[int, typer.Option(min=0, help="Tokens of a system prompt that requests share.")] = 0,
-    prefixes: Annotated[int, typer.Option(min=1, help="How many different ones there are.")] = 1,
-    turns: Annotated[int, typer.Option(min=1, max=100, help="Of a chat; more than 1 sends each with its history.")] = 1,
-    pause_seconds: Annotated[float, typer.Option(min=0, help="Mean time between an answer and the next turn.")] = 0.0,
+    output_tokens: Annotated[str | None, typer.Option(help="Draws output lengths in the same way.")] = None,
+    prefix: Annotated[
+        int, typer.Option(min=0, help="Begins prompts with a shared system prompt of this many tokens.")
+    ] = 0,
+    prefixes: Annotated[int, typer.Option(min=1, help="Uses this many different system prompts.")] = 1,
+    turns: Annotated[
+        int, typer.Option(min=1, max=100, help="Sends chats of this many turns, each with its history.")
+    ] = 1,
+    pause_seconds: Annotated[
+        float, typer.Option(min=0, help="Waits this many seconds, on average, before the next turn.")
+    ] = 0.0,
     trace: Annotated[Path | None, typer.Option(help="Replays requests in Mooncake's JSONL format.")] = None,
     rate: Annotated[
-        list[float] | None, typer.Option(help="Requests a second; repeatable. A trace's own when left out.")
+        list[float] | None,
+        typer.Option(help="Sends this many requests a second. Repeatable. Default: the trace's own."),
     ] = None,
     sweep: Annotated[
-        bool, typer.Option("--sweep", help="Finds the goodput, from the first --rate on. The default without --rate.")
+        bool,
+        typer.Option("--sweep", help="Searches for the goodput from --rate on. Default without --rate."),
     ] = False,
-    seconds: Annotated[float, typer.Option(min=0.1, help="Of measured arrivals at each --rate.")] = 30.0,
-    requests: Annotated[int | None, typer.Option(min=1, help="Measured ones instead, of a sweep's trial, too.")] = None,
-    warmup_seconds: Annotated[float, typer.Option(min=0, help="Of arrivals before those that are measured.")] = 3.0,
-    tail_seconds: Annotated[float, typer.Option(min=0, help="Of arrivals after them, while they run.")] = 5.0,
-    burstiness: Annotated[
-        float | None, typer.Option(help="1: Poisson; less: bursts (gamma); inf: even. Else the mix's.")
+    seconds: Annotated[
+        float, typer.Option(min=0.1, help="Measures arrivals for this many seconds at each --rate.")
+    ] = 30.0,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="Measures this many requests instead of --seconds.")
     ] = None,
-    slo_ttft_ms: Annotated[float | None, typer.Option(min=0, help="Most time to first token; else the mix's.")] = None,
-    slo_gap_ms: Annotated[float | None, typer.Option(min=0, help="Most p90 gap of a request; else the mix's.")] = None,
-    slo_fraction: Annotated[float | None, typer.Option(min=0.01, max=1, help="Of requests that keep both.")] = None,
-    precision: Annotated[float, typer.Option(min=0.01, max=1, help="Of the goodput; sets a trial's arrivals.")] = 0.05,
+    warmup_seconds: Annotated[
+        float, typer.Option(min=0, help="Sends requests for this many seconds before it measures.")
+    ] = 3.0,
+    tail_seconds: Annotated[float, typer.Option(min=0, help="Sends requests for this many seconds after that.")] = 5.0,
+    burstiness: Annotated[
+        float | None,
+        typer.Option(help="Shapes arrivals: 1 Poisson, less bursty, inf even. Default: the mix's."),
+    ] = None,
+    slo_ttft_ms: Annotated[
+        float | None, typer.Option(min=0, help="Allows this long until the first token. Default: the mix's.")
+    ] = None,
+    slo_gap_ms: Annotated[
+        float | None, typer.Option(min=0, help="Allows this p90 gap within a request. Default: the mix's.")
+    ] = None,
+    slo_fraction: Annotated[
+        float | None, typer.Option(min=0.01, max=1, help="Requires this fraction of requests to keep both.")
+    ] = None,
+    precision: Annotated[
+        float,
+        typer.Option(min=0.01, max=1, help="Finds the goodput to within this fraction of it."),
+    ] = 0.05,
     budget_seconds: Annotated[
-        float | None, typer.Option(min=1, help="A sweep ends by then, with what it has; 420, or 75 without a server.")
+        float | None,
+        typer.Option(min=1, help="Ends a sweep after this time. Default: 420, or 75 without a server."),
     ] = None,
     max_concurrency: Annotated[
-        int, typer.Option(min=1, help="An arrival that finds so many requests under way fails.")
+        int, typer.Option(min=1, help="Fails an arrival while this many requests are under way.")
     ] = 4096,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Deadline of a request, in seconds.")] = 600.0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Gives up on a request after this many seconds.")] = 600.0,
     processes: Annotated[
-        int | None, typer.Option(min=1, max=64, help="That generate the load; one for 4 cores, up to 4.")
+        int | None,
+        typer.Option(min=1, max=64, help="Generates load in this many processes. Default: 1 for 4 cores, up to 4."),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Decides arrivals, lengths and tokens.")] = 0,
-    salt: Annotated[str, typer.Option(help="cache_salt of all requests: no prefix of another salt is reused.")] = "",
-    vocab_size: Annotated[int | None, typer.Option(min=2, help="Token ids are below it; 32000 or the model's.")] = None,
+    salt: Annotated[str, typer.Option(help="Sets cache_salt, so that only these requests share cached prefixes.")] = "",
+    vocab_size: Annotated[
+        int | None, typer.Option(min=2, help="Draws token ids below this. Default: the model's, or 32000.")
+    ] = None,
     output: Annotated[Path | None, typer.Option(help="Writes all numbers as JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draws them into a PNG.")] = None,
     token_file: TokenFile = None,
@@ -115,7 +147,7 @@ def serve(
     tls_key: TlsKey = None,
     as_json: AsJson = False,
 ) -> None:
-    """Load a server with requests that arrive at a rate, whatever it answers, and say how it keeps a service level.
+    """Load a server in an open loop, and report whether it keeps a service level.
 
     Without --grpc and --url it starts a small cluster on this machine's CPU. See docs/benchmarking.md.
     """

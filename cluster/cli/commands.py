@@ -43,7 +43,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench_app, name="bench")
-app.command()(replay)
 app.command()(batch)
 app.command()(doctor)
 if TYPE_CHECKING:
@@ -246,7 +245,9 @@ def status(
 def top(
     name: Annotated[str | None, typer.Argument(help="Names the cluster. Not needed while only one runs.")] = None,
     once: Annotated[bool, typer.Option("--once", help="Shows it once, and exits.")] = False,
-    interval: Annotated[float, typer.Option(min=0.5, max=3600, help="Waits so many seconds between two views.")] = 1.0,
+    interval: Annotated[
+        float, typer.Option(min=0.5, max=3600, help="Waits this many seconds between two views.")
+    ] = 1.0,
     address: Address = None,
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
@@ -328,8 +329,12 @@ def scale(
 @app.command()
 def make_model(
     folder: Annotated[Path, typer.Argument(help="Writes the checkpoint to this folder, which is new or empty.")],
-    arch: Annotated[Family, typer.Option(help="Chooses the model's family.")] = "llama",
-    size: Annotated[Literal["tiny", "small"], typer.Option(help="Takes 2 layers of 64, or 4 of 256.")] = "tiny",
+    arch: Annotated[
+        Family, typer.Option(metavar="FAMILY", help=f"Chooses the model's family: {', '.join(ARCHITECTURES)}.")
+    ] = "llama",
+    size: Annotated[
+        Literal["tiny", "small"], typer.Option(help="Makes 2 layers of width 64, or 4 of width 256.")
+    ] = "tiny",
     seed: Annotated[int, typer.Option(min=0, help="Seeds the random weights.")] = 0,
     mtp: Annotated[bool, typer.Option("--mtp", help="Adds a layer for multi-token prediction.")] = False,
 ) -> None:
@@ -364,7 +369,7 @@ def build_kernels(
     """Compile what a model needs ahead of its first start.
 
     Compilers run side by side within this host's memory. TANDEM_KERNEL_CACHE=FOLDER lets `tandem up` use the folder, on
-    this host and on like ones.
+    this host and on hosts of the same kind.
     """
     from tandem.cluster.cli.kernels.prebuild import prebuild
     from tandem.cluster.config.cluster_config import load_config
@@ -372,6 +377,9 @@ def build_kernels(
 
     values = dict(map(parse_override, overrides or ())) | ({} if model is None else {"model.path": model})
     prebuild(load_config(config, values, os.environ), output, gpu, dry_run=dry_run)
+
+
+app.command()(replay)
 
 
 @app.command()

@@ -17,7 +17,7 @@ MOST_SHOWN = 160  # characters of an action's arguments
 
 
 def replay(
-    files: Annotated[list[Path], typer.Argument(help="Records of one epoch, a file for each worker.")],
+    files: Annotated[list[Path], typer.Argument(help="Reads the records of one epoch, a file for each worker.")],
     model: Annotated[
         str | None, typer.Option(help="Reads the checkpoint in this folder. Default: where it was.")
     ] = None,

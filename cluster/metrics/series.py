@@ -24,7 +24,7 @@ HOST_HITS = Counter("tandem:host_cache_hits", "Prompt tokens of these that were 
 DISK_HITS = Counter("tandem:disk_cache_hits", "Prompt tokens of these that were read from a disk before.")
 DRAFTED = Counter("vllm:spec_decode_num_draft_tokens", "Tokens that speculation drafted.")
 ACCEPTED = Counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were accepted.")
-PREEMPTIONS = Counter("vllm:num_preemptions", "Always 0: pages for all of an output are set aside before its prompt.")
+PREEMPTIONS = Counter("vllm:num_preemptions", "Always 0: tandem:worker_parks_total counts parked requests.")
 SUCCESS = Counter(
     "vllm:request_success",
     "Requests that were valid and have ended, by why.",

@@ -27,19 +27,19 @@ class CacheSection(Section):
     prefix_sharing: bool = True
     """whether requests share the pages of equal prefixes"""
     state_interval: Positions | None = 512
-    """for models with recurrent layers: positions between two snapshots of the states. A cached prefix can end at a
-    snapshot, and there is one at the last full page, too. Must be a multiple of page_size; null keeps no snapshots, so
-    no prefix is cached"""
+    """positions between two snapshots of recurrent states. A cached prefix of such a model ends at a snapshot; another
+    one is taken at the last full page. Must be a multiple of page_size; null takes none, so no prefix of such a model
+    is cached"""
     state_share: Share = Field(default=0.25, ge=0, le=1)
-    """memory of the snapshots, as a fraction of the bytes of the pages with K and V. Above 0 there is room for at least
-    one snapshot per 16 of max_sequences + 8"""
+    """memory for snapshots of recurrent states, as a fraction of the memory of KV pages; if above 0, at least one
+    snapshot for each 16 of max_sequences + 8 states"""
     host_bytes: AnyBytes | None = Field(default=None, le=1 << 44)
-    """host memory of each worker for prefixes that its pages have no room for: they are copied there when they are
-    evicted, and back when a prompt begins with one, unless computing it takes less time. 0 keeps none; null keeps none
-    on CPUs. On a GPU host null is a quarter of its memory, in even parts for all workers there, at most 64 GiB each. A
-    control group's limit counts as the host's memory"""
+    """host memory of each worker for evicted prefixes. The worker copies them back when a prompt begins with one,
+    unless computing is faster. 0 keeps none. null keeps none on CPUs, and on a GPU host a quarter of its memory, divided
+    among its workers, at most 64 GiB each. Must fit in the host's memory, or in its control group's limit"""
     verify_host: bool = False
-    """whether pages that come back from there are compared with what was copied; one that differs is computed again"""
+    """whether workers compare pages that come back from host memory with what they copied. They compute pages that
+    differ again"""
     disk_path: ResolvedPath | None = None
     """folder on each host for prefixes that host memory has no room for, with a folder for each worker; it needs
     host_bytes and disk_bytes. What a worker finds there is used again after a restart, if weights and settings are the
@@ -47,8 +47,8 @@ class CacheSection(Section):
     disk_bytes: Bytes | None = Field(default=None, le=1 << 50, validate_default=True)
     """most bytes of each worker's files there"""
     parked_bytes: Bytes | None = Field(default=None, le=1 << 44)
-    """host memory of each worker that decodes, for running sequences that give their pages up to requests of a lower
-    priority; null: no sequence does"""
+    """host memory of each decode worker for parked sequences: running ones that give up their pages to a request whose
+    priority has a lower number; null parks none"""
 
     @field_validator("disk_bytes")
     @classmethod

@@ -96,17 +96,16 @@ class SchedulerSection(Section):
     time, and give one prompt token in eight to others. A request may have its own target; null computes prompts in
     order of arrival"""
     token_share: Share = Field(default=TOKEN_SHARE, gt=0.5, lt=1)
-    """the share of a sequence's tokens that should come within token_seconds; with a larger share, prompts take
-    longer"""
+    """fraction of a sequence's tokens that should come within token_seconds; a larger fraction slows prompts down"""
     priority_seconds: Seconds = Field(default=30.0, gt=0, le=86400)
-    """a waiting request rises by one priority each time it has waited for so long, so that none waits for ever"""
+    """how long a request waits before it rises by one priority, and again for each further one, so that none starves"""
     max_parked: Sequences = Field(default=256, le=1 << 16)
-    """most sequences that a worker has parked at a time; see cache.parked_bytes"""
+    """most sequences that a worker parks at a time; see cache.parked_bytes"""
     parked_seconds: Seconds = Field(default=60.0, ge=0, le=86400)
-    """after so long a parked sequence goes before all requests that wait for room on its worker"""
+    """how long a sequence is parked before it goes ahead of all requests that wait for its worker"""
     reserved_output: Fraction = 1.0
-    """the part of max_tokens for which a decode worker reserves pages when a request begins. With less than 1 requests
-    take pages as they grow, and where these run out, the last ones are parked"""
+    """fraction of max_tokens for which a decode worker reserves pages when a request begins. Below 1, requests take
+    more pages as they grow; when pages run out, the worker parks the latest requests"""
     stream_messages_per_second: Messages | None = Field(default=None, le=1 << 20)
     """most messages to the clients of one decode worker; with more tokens than that, a message carries several; null is
     400 on a CPU, which also computes, and on a GPU as many as the gateway can write"""
@@ -139,8 +138,8 @@ class GatewaySection(GatewayNodes):
     max_sliding_tokens: Tokens = Field(default=1 << 20, le=1 << 31)
     """most tokens, prompt and output, of a request with `sliding`, which may be longer than the model's context"""
     priorities: Priorities = Field(default=[0, 10])
-    """the first and the last `priority` that a request may ask for. Lower numbers are served first, and 0 is the
-    default. With a first one below 0, any client may go before others"""
+    """the lowest and the highest `priority` that a request may have. Lower numbers are served first; 0 is the default.
+    If the lowest is below 0, any client can overtake others"""
     max_attempts: Placements = Field(default=5, le=1000)
     """how often a request is placed if workers are lost while they serve it"""
     queue_seconds: Seconds = Field(default=60.0, gt=0, le=86400)
@@ -164,8 +163,8 @@ class GatewaySection(GatewayNodes):
     drain_seconds: Seconds = Field(default=0.0, ge=0, le=3600)
     """how long the gateway still serves, but reports that it is not ready, once it is told to stop"""
     warm_up: bool | None = None
-    """whether the gateway warms new workers up with requests of its own before it is ready, so that clients' first
-    requests do not wait for compilation, connections or memory; null is true on a GPU"""
+    """whether the gateway sends requests of its own to new workers before it is ready. Clients' first requests then
+    find kernels compiled and connections open; null is true on a GPU"""
 
     @field_validator("routing_policy")
     @classmethod

@@ -13,13 +13,10 @@ WITH_DRAFT = ("draft_model", "eagle3")  # methods that take speculation.draft
 
 class SpeculationSection(Section):
     method: Literal["none", "ngram", "draft_model", "mtp", "eagle3"] = "none"
-    """the drafter. Decode steps verify its tokens, so that a step may yield several. ngram: prompt lookup, the tokens
-    that followed an earlier occurrence of the last ones; draft_model: a smaller model; mtp: the checkpoint's layer for
-    multi-token prediction (DeepSeek-V3, GLM-4-MoE and Lite, Qwen3-Next, Qwen3.5); eagle3: an EAGLE-3 head. Outputs stay
-    the same, except that steps of several tokens may round differently in 16 bits"""
+    """the drafter: ngram (prompt lookup), draft_model (a smaller model), mtp (the checkpoint's MTP layer) or eagle3 (an
+    EAGLE-3 head). Outputs stay the same, up to rounding in 16 bits"""
     draft: Annotated[str, AfterValidator(find_model)] | None = Field(default=None, validate_default=True)
-    """folder or hub id, as in model.path: with draft_model, of a smaller model with the same tokenizer; with eagle3, of
-    the head"""
+    """folder or hub id, as in model.path: of the smaller model, which has the same tokenizer, or of the EAGLE-3 head"""
     tokens: Tokens = Field(default=3, le=16)
     """most tokens of a draft; while drafts are rejected, they get shorter, down to none"""
     max_step_tokens: Tokens = Field(default=32, le=256)

@@ -1,4 +1,4 @@
-"""Requests that reserved pages for a part of their output, and take more as they grow."""
+"""Overcommit: requests reserve pages for only a part of their output, and take more as they grow."""
 
 from collections.abc import Callable
 
@@ -11,29 +11,29 @@ from tandem.workers.handoff.reservations import Reservations
 from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.scheduling.decode_rows import DecodeRows
 
-GROWTH_PAGES = 4  # that a request takes at once
+GROWTH_PAGES = 4  # pages that a request takes at a time
 
 Leave = Callable[[list[DecodeRequest]], None]
 
 
 class Overcommit:
-    """Owned by the step thread. Before each launch every row has the pages for it, and for all steps in flight.
+    """Gives each row, before each launch, the pages for that step and all steps in flight. Owned by the step thread.
 
-    A row that finds none pauses. Rows that come after it leave for it: those of the last level, and of one level the
-    latest. If these are too few, the row leaves itself. So the first row of all never waits for others that run, and
-    a request as long as the pool can always end.
+    A row pauses if no pages are free. Then rows that rank after it are parked: the highest level first, and within a
+    level the latest. If all of them would not be enough, the row itself is parked. So the first-ranked row never waits
+    for a running one, and even a request as long as the pool can always finish.
     """
 
     def __init__(self, engine: Engine, rows: DecodeRows, reservations: Reservations, leave: Leave) -> None:
-        """leave: parks rows once no step has them."""
+        """leave: parks rows once no step in flight has them."""
         self._engine, self._rows, self._reservations, self._leave = engine, rows, reservations, leave
         self._page_size = engine.layout.page_size
-        self._of: list[DecodeRequest] | None = None  # the rows whose limits are known
+        self._of: list[DecodeRequest] | None = None  # the rows that the limits below belong to
         self._limits = self._full = np.zeros(0, np.int64)
         self._paused: list[DecodeRequest] = []
 
     def __len__(self) -> int:
-        """Rows that pause."""
+        """The number of paused rows."""
         return len(self._paused)
 
     @property
@@ -41,8 +41,8 @@ class Overcommit:
         return self._paused
 
     def settle(self, is_stepped: Callable[[DecodeRequest], bool], *, comes: bool) -> list[DecodeRequest]:
-        """Rows that pause and have found their pages. Those that will not find any leave. comes: whether others are
-        still on their way out."""
+        """Returns paused rows that now have their pages, and parks those that cannot get any. comes: whether others are
+        still leaving, which frees pages."""
         found: list[DecodeRequest] = []
         for request in sorted((one for one in self._paused if not is_stepped(one)), key=rank):
             length = len(request.prompt) + len(request.output) - 1
@@ -56,7 +56,7 @@ class Overcommit:
         return found
 
     def grow(self, may_leave: Callable[[DecodeRequest], bool]) -> None:
-        """Gives rows pages for the next launch. may_leave: see Parking."""
+        """Gives rows the pages for the next launch. may_leave: see Parking."""
         rows = self._rows
         short = np.flatnonzero(self._needed() > self._limits)
         if not short.size:
@@ -68,7 +68,7 @@ class Overcommit:
                 self._pause(request, lengths[request], may_leave)
 
     def forget(self, request: DecodeRequest) -> None:
-        """The request ends. Idempotent."""
+        """Forgets a request that ends. Idempotent."""
         if request in self._paused:
             self._paused.remove(request)
 
@@ -88,13 +88,13 @@ class Overcommit:
         self._leave(leaving)
 
     def _grows(self, request: DecodeRequest, length: int) -> bool:
-        """Whether a request of so many positions has taken its next pages."""
+        """Takes the next pages for a request of `length` positions. False if there are not enough."""
         if max(self._lacking(request, length)) > 0:
             return False
         capacity, longest = self._wanted(request, length)
         try:
             self._engine.narrow(request.sequence_id, capacity, longest)
-        except OutOfPages:  # it shares some that it has to copy
+        except OutOfPages:  # it must copy pages that it shares
             return False
         request.reserved = capacity
         return True
@@ -104,13 +104,13 @@ class Overcommit:
         return min(capacity, length + self._reservations.room.margin + GROWTH_PAGES * self._page_size), longest
 
     def _lacking(self, request: DecodeRequest, length: int) -> list[int]:
-        """Pages of each layer group that it would need and that are not free."""
+        """How many pages of each layer group are missing; negative: some would be left."""
         room = self._engine.room(*self._wanted(request, length), request.prompt.encoder.length)
         held = self._engine.held(request.sequence_id)
         return [need - own - free for need, own, free in zip(room.needed, held, room.free, strict=True)]
 
     def _needed(self) -> Int64Array:
-        """int64 [n]: up to where each row may be written before the next check."""
+        """int64 [n]: the position up to which steps may write each row before the next check."""
         if self._rows.requests is not self._of:
             self._of, requests = self._rows.requests, self._rows.requests
             self._limits = np.array([one.reserved for one in requests], np.int64)
@@ -120,5 +120,5 @@ class Overcommit:
 
 
 def rank(request: DecodeRequest) -> tuple[int, int]:
-    """By which requests go before others; the last leaves first."""
+    """The order of requests. The last one leaves first."""
     return request.level, request.sequence_id

@@ -1,7 +1,7 @@
-"""Running requests that give their room up to others, and go on later.
+"""Preemption: running requests give up their pages to more urgent ones, and continue later.
 
-      park()                copied, and in no step            resume()
-row ─────────► leaving ──────────────────────────► parked ──────────────► row
+      leave        read by all steps, copied to host memory          resume
+row ─────────► leaving ──────────────────────────────────► parked ─────────► row
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,9 +23,9 @@ from tandem.workers.scheduling.ageing import level
 from tandem.workers.scheduling.decode_rows import DecodeRows
 from tandem.workers.wire.lease import Clock
 
-ASKED_SECONDS = 0.25  # in which a gateway asks again for a request that found no room
-POLL_SECONDS = 0.02  # while a request is parked
-FIRST = -(1 << 40)  # the level of a request that was parked for too long
+ASKED_SECONDS = 0.25  # a gateway asks again within this time for a request that found no room
+POLL_SECONDS = 0.02  # between looks for room while a request is parked
+FIRST = -(1 << 40)  # the level of a request that has been parked for too long
 
 
 class Ends(Protocol):
@@ -36,25 +36,25 @@ class Ends(Protocol):
 
 @dataclass(eq=False)
 class _Want:
-    """A request that found no room. done: set once all is parked that is to be parked for it."""
+    """A request that found no room. done: set once all requests that make room for it are parked."""
 
     ask: Ask
     done: "Future[None]" = field(default_factory=Future)
 
 
 class Parking:
-    """Owned by the step thread. Which requests run, of those that have begun.
+    """Decides which of the requests that have begun run now. Owned by the step thread.
 
-    A request that finds no room makes running ones of higher numbers leave, the last priority and the latest arrival
-    first, if that makes enough room. They go on as soon as there is room, in the order of their levels: see ageing. A
-    request that asks for room waits for parked ones of its own level or a lower one. A request keeps the level with
-    which it went on, so that it is not parked again by requests that it has waited for.
+    A request without room parks running requests with higher priority numbers, if that makes enough room: the highest
+    number first, and among equal ones the latest arrival. Parked requests resume in the order of their levels (see
+    ageing) as soon as there is room. A new request waits behind parked ones of its own or a lower level. A request
+    keeps the level at which it resumed, so the requests that it waited for cannot park it again.
 
-    Where rows overcommit, see Overcommit, they leave for each other, too. A request that host memory has no room for is
-    then dropped.
+    With overcommitted rows (see Overcommit), rows also leave for each other. Such a row is dropped if host memory has
+    no room for it.
 
-    Guides, penalties and drafts that are looked up need nothing but tokens, which requests keep. A request is not
-    parked if it slides, if a model or a head drafts for it, or before its prompt is computed.
+    Requests keep their tokens, which is all that guides, penalties and n-gram drafts need. A request is not parked if
+    it slides, if a model or a head drafts for it, or before its prompt is computed.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Parking:
         clock: Clock,
         decodes: Ends,
     ) -> None:
-        """decodes: what a dropped request is ended by; the gateway then places it again."""
+        """decodes: ends a dropped request, which the gateway then places again."""
         self._engine, self._rows, self._reservations, self._steps = engine, rows, reservations, steps
         self._counters = counters
         self._most, self._seconds = settings.parking.most, settings.parking.seconds
@@ -76,16 +76,16 @@ class Parking:
         self._clock = clock
         self._leaving: list[DecodeRequest] = []
         self._copying: list[tuple[Callable[[], bool] | None, DecodeRequest]] = []
-        self._parked: dict[DecodeRequest, float] = {}  # since when each waits
+        self._parked: dict[DecodeRequest, float] = {}  # and the time at which each was parked
         self._want: _Want | None = None
         self._decodes = decodes
         overcommits = settings.parking.reserved_output < 1
         self._growth = Overcommit(engine, rows, reservations, self._leave) if overcommits else None
-        self._refused = (0, -ASKED_SECONDS)  # the priority of the last request without room, and when it asked
-        self._granted = True  # whether that one, or another of its priority, has found room since
+        self._refused = (0, -ASKED_SECONDS)  # priority of the last request that found no room, and when it asked
+        self._granted = True  # whether a request of that priority has found room since
 
     def __len__(self) -> int:
-        """Requests that have begun and have no row."""
+        """Requests that have begun but have no row."""
         paused = 0 if self._growth is None else len(self._growth)
         return len(self._leaving) + len(self._copying) + len(self._parked) + paused
 
@@ -93,8 +93,9 @@ class Parking:
 
     @contextmanager
     def asking(self, ask: Ask, *, known: bool, parks: bool) -> Iterator[None]:
-        """Around the reservation of a request. NoRoom where others go before it, or as it says: then `coming` ends when
-        requests have left for it. known: it has a reservation already. parks: whether requests may leave for it."""
+        """Wraps the reservation of a request. Raises NoRoom if other requests go first. If the reservation raises it,
+        `coming` ends once requests have left to make room. known: whether it already has a reservation. parks: whether
+        it may park others."""
         if self._most and not known:
             self._check(ask.prompt.priority)
         try:
@@ -114,8 +115,7 @@ class Parking:
             raise NoRoom(f"a request of priority {self._refused[0]} waits for room before one of priority {priority}")
 
     def _refused_one(self, ask: Ask, *, parks: bool) -> "Future[None] | None":
-        """A request has found no room. The future ends when requests have left for it; None where none can, or none is
-        to."""
+        """Notes that a request found no room. The future ends when others have left for it; None if none will."""
         priority = ask.prompt.priority
         if not self._is_asked_for(priority):
             self._note(priority)
@@ -135,7 +135,7 @@ class Parking:
     # Steps
 
     def upkeep(self) -> list[DecodeRequest]:
-        """Before a batch: those that go on now, which get a row."""
+        """Called before each batch. Returns the requests that resume now, which get a row."""
         self._copy()
         if self._growth is not None:
             comes = bool(self._leaving or self._copying)
@@ -147,11 +147,11 @@ class Parking:
 
     @property
     def again(self) -> float | None:
-        """When upkeep() has to come again, in seconds."""
+        """Seconds until upkeep() must be called again; None: no need."""
         return POLL_SECONDS if len(self) else None
 
     def withdraw(self, request: DecodeRequest) -> bool:
-        """The request ends. True if the cache has no sequence of it."""
+        """Forgets a request that ends. True if the cache no longer has its sequence."""
         if request in self._leaving:
             self._leaving.remove(request)
         if self._growth is not None:
@@ -164,7 +164,7 @@ class Parking:
         return self._parked.pop(request, None) is not None
 
     def _copy(self) -> None:
-        """Parks those that have left all steps, and frees the pages of those that are copied."""
+        """Starts to copy requests that no step in flight has, and frees the pages of those that are copied."""
         engine, leaving = self._engine, self._leaving
         self._leaving = [request for request in leaving if self._is_stepped(request)]
         for request in leaving:
@@ -175,7 +175,7 @@ class Parking:
                 request.parked = True
                 self._counters.parks += 1
                 self._copying.append((engine.mark(), request))
-            elif self._growth is None:  # the host's memory is full
+            elif self._growth is None:  # host memory is full
                 self._rows.join([request])
             else:
                 self._decodes.abort(request.request_id, writer_quiet=True)
@@ -205,7 +205,7 @@ class Parking:
         return resumed
 
     def _is_stepped(self, request: DecodeRequest) -> bool:
-        """Whether a step that is not read yet has the request."""
+        """Whether a step whose results are not read yet has the request."""
         return any(step is not None and request in step.requests for step in (self._steps.behind, self._steps.reading))
 
     def _leave(self, requests: Sequence[DecodeRequest]) -> None:
@@ -213,7 +213,7 @@ class Parking:
         self._leaving += requests
 
     def _chosen(self, ask: Ask) -> list[DecodeRequest]:
-        """Who leaves, so that there is room for `ask`; nobody where that would not be enough."""
+        """The requests that must leave to make room for `ask`; empty if even all of them would not be enough."""
         short, rows = self._reservations.shortage(ask)
         candidates = [one for one in self._rows.requests if one.level > ask.prompt.priority and self._may_leave(one)]
         candidates.sort(key=rank, reverse=True)
@@ -234,7 +234,7 @@ class Parking:
     def _end_want(self) -> None:
         want, self._want = self._want, None
         if want is not None:
-            self._note(want.ask.prompt.priority)  # what has left for it does not come back before it
+            self._note(want.ask.prompt.priority)  # the requests that left for it must not resume before it
             want.done.set_result(None)
 
     def _note(self, priority: int) -> None:
@@ -242,7 +242,7 @@ class Parking:
         self._refused, self._granted = (priority, self._clock()), False
 
     def _is_asked_for(self, own: int) -> bool:
-        """Whether a request of a lower priority has found no room a moment ago, or others leave for one."""
+        """Whether a request with a lower number found no room a moment ago, or others leave for one."""
         priority, when = self._refused
         if self._want is not None and self._want.ask.prompt.priority < own:
             return True

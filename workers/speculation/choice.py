@@ -8,7 +8,7 @@ from tandem.workers.speculation.ngram import NgramDrafter
 
 
 def make_drafter(settings: SpeculationSettings, engine: Engine) -> Drafter | None:
-    """None where nothing is drafted. engine: has the model that drafts, if one does."""
+    """None for no drafts. engine: holds the drafting model, if there is one."""
     if settings.method == "none":
         return None
     return NgramDrafter(settings.max_ngram) if settings.method == "ngram" else ModelDrafter(engine)

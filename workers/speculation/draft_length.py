@@ -1,20 +1,20 @@
-"""How many tokens are drafted for one sequence: as many as are likely to hold, none for a while when few do."""
+"""The draft length of one sequence, by its acceptance rate. If few tokens are accepted, drafts pause."""
 
 from collections.abc import Sequence
 
-MEMORY = 0.9  # what a draft still counts when the next one is verified
-FIRST_HELD, FIRST_TRIED = 1.5, 2.0  # before the first draft
-LEAST_HELD = 0.25  # of the tokens tried: with fewer a sequence gets no drafts for a while
-LONGEST_PAUSE = 64  # tokens
+MEMORY = 0.9  # how much older drafts count after each new one
+FIRST_HELD, FIRST_TRIED = 1.5, 2.0  # accepted and tried tokens that a new sequence is assumed to have
+LEAST_HELD = 0.25  # acceptance rate below which drafts pause
+LONGEST_PAUSE = 64  # output tokens
 
 
 def likely_to_hold(share: float, drafted: int) -> float:
-    """How many of so many drafted tokens hold on average, where this share of tried ones does."""
+    """The mean number of accepted tokens of `drafted` ones. share: the acceptance rate of each tried token."""
     return float(drafted) if share == 1 else share * (1 - share**drafted) / (1 - share)
 
 
 class Acceptance:
-    """What a worker's drafts of late have come to: of a new sequence they are likely to do the same."""
+    """The recent acceptance rate of all of a worker's drafts, which a new sequence is assumed to have."""
 
     MEMORY = 0.98
 
@@ -30,36 +30,36 @@ class Acceptance:
 
     @property
     def share(self) -> float:
-        """Of tried tokens those that held."""
+        """Accepted tokens ÷ tried tokens."""
         return self._held / self._tried
 
 
 class DraftLength:
-    """Follows which share of a sequence's drafted tokens held, of those that were tried: up to the first that did not.
+    """Tracks a sequence's acceptance rate. A draft's tokens count as tried up to the first rejected one.
 
-    While less than LEAST_HELD hold, each draft of which nothing does doubles a pause, up to LONGEST_PAUSE tokens. So a
-    sequence whose drafts never hold pays for one of LONGEST_PAUSE steps in the end.
+    While the rate is below LEAST_HELD, each draft without an accepted token doubles a pause, up to LONGEST_PAUSE
+    tokens. So a sequence whose drafts are never accepted pays for one draft in LONGEST_PAUSE steps.
     """
 
     def __init__(self, share: float = FIRST_HELD / FIRST_TRIED) -> None:
-        """share: of tokens that are likely to hold, before the first was tried; more than of a first draft count as
-        that."""
+        """share: the acceptance rate to assume at first, at most FIRST_HELD ÷ FIRST_TRIED."""
         self._held = FIRST_TRIED * min(share, FIRST_HELD / FIRST_TRIED)
         self._tried = FIRST_TRIED
         self._pause = 1
-        self._resumes = 0  # the number of output tokens from which drafts are made again
+        self._resumes = 0  # drafts resume at this number of output tokens
 
     def worth(self, drafted: int) -> float:
-        """How many of so many drafted tokens are likely to hold; 0 where a draft is no more than an attempt."""
+        """The mean number of accepted tokens of `drafted` ones; 0 while the rate is so low that a draft is only a
+        trial."""
         share = self._held / self._tried
         return 0.0 if share < LEAST_HELD else likely_to_hold(share, drafted)
 
     def next(self, num_output: int, best: Sequence[int]) -> int:
-        """Tokens to draft behind so many output tokens. best: by the share that holds, in hundredths from 0 to 100."""
+        """The length of the next draft; 0 during a pause. best: see best_lengths()."""
         return 0 if num_output < self._resumes else best[int(100 * self._held / self._tried)]
 
     def verified(self, drafted: int, accepted: int, num_output: int) -> None:
-        """Of a draft, at least one token, so many were accepted; the output now has num_output tokens."""
+        """Counts a verified draft of at least one token. num_output: output tokens of the sequence now."""
         self._held = MEMORY * self._held + accepted
         self._tried = MEMORY * self._tried + min(accepted + 1, drafted)
         if accepted:

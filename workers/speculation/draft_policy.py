@@ -1,4 +1,4 @@
-"""Which rows of a step get drafts, and how long ones: by what drafts cost and how many of late have held."""
+"""Which rows of a step get drafts, and of how many tokens: by the cost of drafts and recent acceptance rates."""
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache, partial
@@ -11,40 +11,39 @@ from tandem.workers.engine.engine import Engine
 from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.speculation.draft_length import Acceptance, DraftLength, likely_to_hold
 
-TRIED = 16  # of so many sequences one gets drafts, while those of a model seldom hold
-LIKELY = 3  # tokens that a share counts for, before the first was tried
-STEADY_WEIGHT = 0.05  # of the newest step among those that say how often a verify step can follow another
-FEW = 16  # drafts, after which it is known how many of a worker's hold
-MOST_PLAIN_STEPS = 48  # behind which drafts of sequences that seldom hold are tried again, where there are many
+TRIED = 16  # one of so many new sequences gets drafts while a model's drafts are rarely accepted
+LIKELY = 3  # tokens that the assumed acceptance rate of a new sequence counts for
+STEADY_WEIGHT = 0.05  # weight of the newest step in the share of steps that can follow a verify step
+FEW = 16  # drafts, after which a worker knows its acceptance rate
+MOST_PLAIN_STEPS = 48  # at most, before rarely accepted drafts are tried again in a large batch
 
 
 class Cost(NamedTuple):
-    """In plain steps, what a verify step takes beyond one, for each drafted token, and for each token of the longest
-    draft, which a model computes in a step of its own (decisions 0107 and 0111 to 0113)."""
+    """What a verify step costs more than a plain step, in plain steps (decisions 0107 and 0111 to 0113)."""
 
-    verify: float
-    token: float
-    draft_step: float = 0.0
+    verify: float  # for the step itself
+    token: float  # for each drafted token
+    draft_step: float = 0.0  # for each token of the longest draft: the drafting model computes one step for each
 
     def of(self, sizes: Collection[int]) -> float:
-        """Of a step with drafts of these sizes, one or more."""
+        """The cost of a step with drafts of these sizes, at least one."""
         return self.verify + self.token * sum(sizes) + self.draft_step * max(sizes)
 
     def mixed(self, other: "Cost", eighths: int) -> "Cost":
-        """So many of eight steps cost what `other` says."""
+        """The mean cost if `eighths` of eight steps cost `other`."""
         return Cost(*(mine + (its - mine) * eighths / 8 for mine, its in zip(self, other, strict=True)))
 
 
-WAITING = Cost(0.25, 0.009)  # for the tokens of the step before
-COMPUTING = Cost(0.4, 0.006, 0.19)  # the same, and then the drafter computes
-FOLLOWING = Cost(0.08, 0.004)  # one that is not read yet
-FOLLOWING_CHAIN = Cost(0.09, 0.0025, 0.06)  # the same, and the drafter computes between both
+WAITING = Cost(0.25, 0.009)  # the host first reads the previous step's tokens
+COMPUTING = Cost(0.4, 0.006, 0.19)  # the same, then a model computes the drafts
+FOLLOWING = Cost(0.08, 0.004)  # launched before the host has read the previous step
+FOLLOWING_CHAIN = Cost(0.09, 0.0025, 0.06)  # the same, with a model that computes the drafts between both steps
 
 
 @lru_cache(1024)
 def best_lengths(cost: Cost, rows: int, most: int) -> tuple[int, ...]:
-    """How many tokens, 1 to `most`, to draft for each of so many sequences, by the share that holds, in hundredths from
-    0 to 100: then a step gives the most output per time."""
+    """The draft length, 1 to `most`, that gives the most output per time for `rows` sequences. Entry i is for an
+    acceptance rate of i percent, 0 to 100."""
 
     def gain(share: float, drafted: int) -> float:
         return (1 + likely_to_hold(share, drafted)) / (1 + cost.of([drafted] * rows))
@@ -53,14 +52,14 @@ def best_lengths(cost: Cost, rows: int, most: int) -> tuple[int, ...]:
 
 
 class Drafted:
-    """One request with drafts: its tokens as one array, and how long its next draft should be."""
+    """A request with drafts: its tokens as one array, and the length of its next draft."""
 
     def __init__(self, request: DecodeRequest, share: float) -> None:
-        """share: of drafted tokens that are likely to hold."""
+        """share: the acceptance rate to assume at first."""
         self.length = DraftLength(share)
-        self.gave_up = False  # for good: what drafts may lack its last positions
-        self.is_trial = False  # its next draft is made whatever it costs
-        self._held, self._tried = LIKELY * share, LIKELY  # of all its drafts
+        self.gave_up = False  # for good: the drafting model may lack its last positions
+        self.is_trial = False  # its next draft is made at any cost
+        self._held, self._tried = LIKELY * share, LIKELY  # tokens of all its drafts
         self._request = request
         self._num_prompt = len(request.prompt)
         self._tokens = np.empty(self._num_prompt + request.max_tokens, np.int64)
@@ -69,7 +68,7 @@ class Drafted:
 
     @property
     def share(self) -> float:
-        """Of all tokens that were tried for it, those that held."""
+        """Its acceptance rate over all its drafts."""
         return self._held / self._tried
 
     def verified(self, drafted: int, accepted: int, num_output: int) -> None:
@@ -79,7 +78,7 @@ class Drafted:
         self._held, self._tried = self._held + accepted, self._tried + min(accepted + 1, drafted)
 
     def context(self) -> Int64Array:
-        """Prompt and output so far, [n]; not to be written to."""
+        """Prompt and output so far, int64 [n]. The caller must not write to it."""
         new = self._request.output[self._size - self._num_prompt :]
         self._tokens[self._size : self._size + len(new)] = new
         self._size += len(new)
@@ -87,12 +86,14 @@ class Drafted:
 
 
 class DraftPolicy:
-    """One row with a draft makes the step one that verifies, for all of them. So drafts that seldom hold wait for
-    others, and sequences of which nobody knows begin as the worker's others do.
+    """Decides by costs, because one draft makes the whole batch take a verify step.
 
-    A model that drafts takes part in each step, so it costs where nothing holds, too. So a sequence of which few drafts
-    hold gives them up for good, and steps of such sequences alone are the target's alone (decision 0114). While most
-    give up, most new sequences begin like that.
+    Sequences whose drafts are rarely accepted are therefore verified only together with others. New sequences start
+    with the worker's recent acceptance rate.
+
+    A drafting model takes part in each step, so it costs time even if nothing is accepted. So a sequence with few
+    accepted drafts gives them up for good, and steps of only such sequences leave the model out (decision 0114). While
+    most sequences give up, most new ones start without drafts.
     """
 
     def __init__(self, engine: Engine, tokens: int, max_step_tokens: int, *, computes: bool) -> None:
@@ -103,12 +104,12 @@ class DraftPolicy:
         self._computes = computes
         self._requests: dict[DecodeRequest, Drafted] = {}
         self._acceptance = Acceptance()
-        self._plain_steps = 0  # since the last one with drafts
-        self._untried = 0  # sequences since the last one with drafts, while they seldom hold
-        self._steady = 1.0  # of steps of late, the part in whose place a verify step could have followed another
+        self._plain_steps = 0  # since the last verify step
+        self._untried = 0  # new sequences without drafts, since the last one that tries some
+        self._steady = 1.0  # share of recent steps that could have followed a verify step without waiting
 
     def of(self, request: DecodeRequest) -> Drafted:
-        """What is known of it, from its first draft to forget()."""
+        """The record of a request, which is kept until forget()."""
         if request not in self._requests:
             self._requests[request] = drafted = Drafted(request, self._acceptance.share)
             if self._is_hopeless([self._acceptance.share], [request]):
@@ -118,12 +119,12 @@ class DraftPolicy:
         return self._requests[request]
 
     def forget(self, request: DecodeRequest) -> bool:
-        """The request has ended. Whether it was known."""
+        """Drops the record of a request that has ended. False if there was none."""
         return self._requests.pop(request, None) is not None
 
     def sizes(self, requests: Sequence[DecodeRequest], num_output: Sequence[int]) -> dict[int, int]:
-        """Tokens to draft behind so many output tokens of each, by the index of their row: fewer, or none, where the
-        step has room for no more; nothing where that does not pay."""
+        """How many tokens to draft for each row, by its index; empty if drafts would not pay. num_output: output tokens
+        of each request so far. Rows get fewer tokens, or none, if the step has no room for more."""
         best = best_lengths(self._cost(requests, self._steady), len(requests), self._tokens)
         wanted = [self._wanted(request, count, best) for request, count in zip(requests, num_output, strict=True)]
         room = self._max_step_tokens - len(requests)
@@ -133,7 +134,7 @@ class DraftPolicy:
         return counts if self.pays(requests, counts) else {}
 
     def pays(self, requests: Sequence[DecodeRequest], drafted: Mapping[int, int]) -> bool:
-        """Whether a step of these rows is to have so many drafted tokens, by the index of their row."""
+        """Whether a verify step with these drafts is worth its cost. drafted: tokens by the index of their row."""
         is_trial = any(size and self._requests[requests[index]].is_trial for index, size in drafted.items())
         if not any(drafted.values()) or is_trial or self._plain_steps >= _most_plain(requests):
             return any(drafted.values())
@@ -141,12 +142,13 @@ class DraftPolicy:
         return worth >= self._cost(requests, self._steady).of(drafted.values()) * len(requests)
 
     def stepped(self, *, steady: bool) -> None:
-        """A step without chunks was launched. steady: it could follow the one before, if both verified drafts. Where
-        sequences join and end all the time few steps can, so drafts are expected to cost what those cost that wait."""
+        """Notes a launched step without prompt chunks. steady: whether it could have followed the previous step without
+        waiting, had both verified drafts. If sequences join and end all the time, few steps can, and drafts are taken
+        to cost as much as with waiting."""
         self._steady += STEADY_WEIGHT * (steady - self._steady)
 
     def launched(self, *, verifies: bool) -> None:
-        """A step with drafts, or one that could have had some."""
+        """Notes a launched step that could have drafts. verifies: whether it has."""
         self._plain_steps = 0 if verifies else self._plain_steps + 1
 
     def verified(self, request: DecodeRequest, drafted: int, accepted: int, num_output: int) -> None:
@@ -157,7 +159,7 @@ class DraftPolicy:
         self._acceptance.verified(drafted, accepted)
 
     def gives_up(self, requests: Sequence[DecodeRequest]) -> bool:
-        """Whether no draft of a model is wanted for any of these, from now on: asked before each plain step of them."""
+        """Whether a model need not draft for any of these from now on. Called before each plain step."""
         if any(one.prompt.sliding is not None for one in requests):
             return False
         drafted = [self.of(one) for one in requests if one.params is not None and not one.params.changes_logits]
@@ -170,13 +172,14 @@ class DraftPolicy:
         return True
 
     def can_follow(self, requests: Sequence[DecodeRequest]) -> bool:
-        """Whether a verify step of theirs may be launched before the one before is read."""
+        """Whether their next verify step may be launched before the previous one is read."""
         if len(requests) > self._engine.capabilities.most_following:
             return False
         return not any(one.params is not None and one.params.changes_logits for one in requests)
 
     def _wanted(self, request: DecodeRequest, num_output: int, best: Sequence[int]) -> int:
-        """Tokens to draft for it: beside those the step gives one, which may be the last. best: best_lengths()."""
+        """Tokens to draft for a request. The step itself yields one more, which may be its last. best:
+        best_lengths()."""
         assert request.params is not None
         left = most_output(request) - num_output - 1
         if left <= 0 or request.params.changes_logits:
@@ -185,11 +188,11 @@ class DraftPolicy:
         return 0 if drafted.gave_up else min(drafted.length.next(num_output, best), left)
 
     def _is_hopeless(self, shares: Sequence[float], requests: Sequence[DecodeRequest]) -> bool:
-        """Whether a model had better not draft for sequences of whose drafted tokens these shares hold: the longest
-        drafts would not pay in a step of these requests."""
+        """Whether a model's drafts cannot pay at these acceptance rates, not even the longest ones, in a step of these
+        requests."""
         able = self._engine.capabilities
         if not able.drafts or not able.overlaps:
-            return False  # without graphs it would take part all the same
+            return False  # without CUDA graphs the model takes part in each step anyway
         worth = sum(likely_to_hold(share, self._tokens) for share in shares)
         return worth < self._cost(requests, 1.0).of([self._tokens] * len(shares)) * len(requests)
 
@@ -199,7 +202,7 @@ class DraftPolicy:
 
 
 def most_output(request: DecodeRequest) -> int:
-    """Tokens."""
+    """The most output tokens of a request."""
     assert request.rule is not None
     return request.rule.max_tokens
 

@@ -1,4 +1,4 @@
-"""What proposes tokens that a verify step checks."""
+"""A drafter proposes tokens, which a verify step checks."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -8,7 +8,7 @@ from tandem.workers.sampling.sampling_params import SamplingParams
 
 
 class DraftAsk(NamedTuple):
-    """One sequence for which a draft is wanted."""
+    """A request for one sequence's draft."""
 
     sequence_id: int
     context: Int64Array  # prompt and output so far, [n]; not to be written to
@@ -17,18 +17,17 @@ class DraftAsk(NamedTuple):
 
 
 class Drafter(Protocol):
-    """Owned by the step thread. A draft may be any tokens: wrong ones cost time, and change no output.
+    """Owned by the step thread. A draft may be any tokens: wrong ones cost time, but change no output.
 
-    computes: propose() runs forwards of the sequences, so that it is called only where no step is in flight.
+    computes: whether propose() runs forwards, so that it may be called only while no step is in flight.
     """
 
     computes: bool
 
     def propose(self, asks: Sequence[DraftAsk]) -> list[Int64Array]:
-        """For each ask up to `most` tokens of the vocabulary that may follow its context, int64; none where it
-        has no idea."""
+        """For each ask, up to `most` token ids that may follow its context, int64; empty without a proposal."""
         ...
 
     def forget(self, sequence_id: int) -> None:
-        """The sequence has ended. Idempotent, and right for one that was never asked for."""
+        """Forgets a sequence that has ended. Idempotent, also for unknown sequences."""
         ...

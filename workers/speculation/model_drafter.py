@@ -1,4 +1,4 @@
-"""Drafts by a small model, whose layers the cache holds behind the target's."""
+"""Drafts by a small model, whose layers follow the target's in the cache."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from tandem.workers.speculation.drafter import DraftAsk
 
 
 class ModelDrafter:
-    """Asks the engine, which holds the model; keeps nothing of a sequence."""
+    """Asks the engine, which holds the model. It keeps no state of a sequence."""
 
     computes = True
 
@@ -28,4 +28,4 @@ class ModelDrafter:
         )
 
     def forget(self, sequence_id: int) -> None:
-        """The cache forgets it."""
+        """Does nothing: the cache frees the sequence."""

@@ -1,4 +1,4 @@
-"""Drafts by prompt lookup: what followed the last tokens where they stood before."""
+"""Drafts by prompt lookup: the tokens that followed an earlier occurrence of the last tokens."""
 
 from collections.abc import Sequence
 
@@ -11,10 +11,10 @@ NO_TOKENS = np.empty(0, np.int64)
 
 
 class NgramDrafter:
-    """Takes the longest n-gram, of at most max_ngram tokens, that ends the context and has stood in it before; of its
-    places the first; and drafts what followed there. So does transformers' prompt_lookup_num_tokens.
+    """Drafts the tokens that followed the first earlier occurrence of the context's last n-gram.
 
-    It computes no forward and keeps nothing. One pass over a context of 32,768 tokens takes about 20 µs.
+    n is the largest number up to max_ngram with an earlier occurrence, as with transformers' prompt_lookup_num_tokens.
+    It runs no forward and keeps no state. One pass over a context of 32,768 tokens takes about 20 µs.
     """
 
     computes = False
@@ -30,7 +30,7 @@ class NgramDrafter:
 
 
 def look_up(context: Int64Array, max_ngram: int, most: int) -> Int64Array:
-    """Up to `most` tokens that followed the longest n-gram at the end of context (int64 [n])."""
+    """Up to `most` tokens after the first earlier occurrence of context's last n-gram. context: int64 [n]."""
     last = context.size - 1
     ends = np.flatnonzero(context[:last] == context[last]) if last > 0 else NO_TOKENS
     if ends.size == 0 or most == 0:

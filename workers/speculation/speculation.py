@@ -1,4 +1,4 @@
-"""Steps that verify drafts, and what becomes of these."""
+"""Speculative decoding: proposes drafts, launches steps that verify them, and accepts or takes back their tokens."""
 
 import logging
 from collections.abc import Sequence
@@ -28,34 +28,35 @@ class Speculation:
     """Owned by the step thread.
 
     A token is a function of logits, parameters, seed and position. So a verify step samples the target's own token
-    behind each drafted one, and what agrees is accepted: output and log-probabilities are those of single steps.
-    Requests with LogitRules get no drafts: their state on the device grows by a token a step.
+    after each drafted one, and accepts drafts as long as they are equal. Output and log-probabilities are the same as
+    with single steps. Requests with LogitRules get no drafts, because their state on the device grows by one token a
+    step.
 
-    Where drafts stay on the device (see Capabilities), a verify step of the same rows is launched before the one before
-    is read. Drafts that are looked up the host looks up, too, once it has read the step before: both sides have
-    the same tokens then. Those of a model come to the host as samples do.
+    If drafts stay on the device (see Capabilities), the next verify step of the same rows is launched before the
+    previous one is read. The host repeats an n-gram look-up once it has read the previous step, and finds the same
+    tokens as the device. A model's drafts come to the host as samples do.
     """
 
     def __init__(
         self, drafter: Drafter | None, engine: Engine, tokens: int, max_step_tokens: int, counters: Counters
     ) -> None:
-        """drafter: None drafts nothing. tokens: most of a draft. max_step_tokens: most of a verify step, drafted ones
-        and one for each row; from as many rows on nothing is drafted."""
+        """drafter: None for no drafts. tokens: most tokens of a draft. max_step_tokens: most tokens of a verify step,
+        drafted ones and one for each row. A step with that many rows has no drafts."""
         computes = drafter is not None and drafter.computes
         self._drafter = drafter
         self._engine = engine
         self._counters = counters
         self._policy = DraftPolicy(engine, tokens, max_step_tokens, computes=computes)
         self._found = False  # whether the last step that was read had any drafts
-        self._last: Verification | None = None  # that was launched
+        self._last: Verification | None = None  # the last one that was launched
         self._tokens = tokens
-        self._stepped: list[DecodeRequest] | None = None  # by the last step; None: it had chunks, too
+        self._stepped: list[DecodeRequest] | None = None  # rows of the last step; None if it also had prompt chunks
 
     def propose(self, requests: Sequence[DecodeRequest], *, known: bool) -> list[Int64Array] | None:
-        """A draft for each request, behind the tokens of it that are known; None where all would be empty.
+        """A draft for each request, after its known tokens; None if all would be empty.
 
-        known: whether no step is in flight. With one the drafts are not to be verified: they say that it is worth while
-        to wait for its tokens. A drafter that raises is not asked again; requests go on without.
+        known: whether no step is in flight. Otherwise the drafts cannot be verified yet. They only show that waiting
+        for the step's tokens would pay. A drafter that raises is not asked again, and requests continue without drafts.
         """
         drafts = self._propose(requests, known=known)
         if drafts is None:
@@ -64,7 +65,7 @@ class Speculation:
 
     def _propose(self, requests: Sequence[DecodeRequest], *, known: bool) -> list[Int64Array] | None:
         if self._drafter is None or any(request.prompt.sliding is not None for request in requests):
-            return None  # a draft would push out of a window what its first token sees
+            return None  # a draft would push tokens out of the window that its first token attends to
         sizes = self._policy.sizes(requests, [len(request.output) for request in requests])
         if not sizes:
             return None
@@ -85,8 +86,8 @@ class Speculation:
         return DraftAsk(request.sequence_id, self._policy.of(request).context(), most, request.params)
 
     def _leave_drafter(self) -> None:
-        """The drafter has raised."""
-        log.exception("the drafter failed; requests go on without drafts")
+        """Stops drafting after the drafter has raised."""
+        log.exception("the drafter failed; requests continue without drafts")
         self._drafter = None
 
     def step(self, rows: DecodeRows, step: DecodeStep) -> PendingSamples:
@@ -99,8 +100,8 @@ class Speculation:
         return pending
 
     def launch(self, rows: DecodeRows, step: DecodeStep, drafts: Sequence[Int64Array]) -> Verification:
-        """A verify step of all rows, whose last tokens are known; draft i is of row i. step: the plain one that it
-        replaces."""
+        """Launches a verify step of all rows, whose last tokens are known. drafts: one for each row. step: the plain
+        step that it replaces."""
         self._policy.launched(verifies=True)
         self._note_step(rows)
         parts = [part for index, draft in enumerate(drafts) for part in (step.tokens[index : index + 1], draft)]
@@ -115,8 +116,8 @@ class Speculation:
         return self._last
 
     def follow(self, rows: DecodeRows) -> Verification | None:
-        """A verify step of all rows behind the one that was launched last and is not read yet; the device has its
-        drafts. None where the host has to read that one first."""
+        """Launches a verify step of all rows after the last one, which is not read yet and whose drafts the device has.
+        None if the host must read that step first."""
         step, before = rows.next_step(), self._last
         if step is None or before is None or rows.requests is not before.requests or not self._found:
             return None
@@ -124,7 +125,7 @@ class Speculation:
             return None
         ends = [len(one.output) + size + 1 for one, size in zip(rows.requests, before.sizes, strict=True)]
         if any(most_output(one) <= end for one, end in zip(rows.requests, ends, strict=True)):
-            return None  # its last token may be among those
+            return None  # the last step may already hold the request's last token
         counts = self._policy.sizes(rows.requests, ends)
         if not counts:
             return None
@@ -143,17 +144,18 @@ class Speculation:
         return self._last
 
     def passed_over(self) -> None:
-        """A step of the rows was launched with chunks of prompts, and without drafts."""
+        """Notes a step of the rows with prompt chunks, which has no drafts."""
         self._stepped = None
 
     def _note_step(self, rows: DecodeRows) -> None:
-        """Tells the policy whether a step could follow the one before, see follow(), if both verified drafts."""
+        """Tells the policy whether this step could have followed the previous one (see follow()), had both verified
+        drafts."""
         steady = rows.requests is self._stepped and rows.steps_left > 2 * (self._tokens + 1)
         self._policy.stepped(steady=steady)
         self._stepped = rows.requests
 
     def _following(self, before: Verification, sizes: Sequence[int]) -> StepDrafts:
-        """Drafts of these sizes behind a verify step that is not read yet; the device has their tokens."""
+        """Drafts of these sizes after a verify step that is not read yet. Only the device has their tokens."""
         unknown = [np.zeros(size + 1, np.int64) for size in sizes]
         if not self._engine.capabilities.looks_up:
             return StepDrafts(unknown, True, np.array(sizes))
@@ -162,8 +164,8 @@ class Speculation:
         return StepDrafts(unknown, True, contexts=contexts)
 
     def recall(self, step: Verification) -> None:
-        """Finds out what the device had as drafts, for a step that followed one which is read by now. In place of what
-        was not there to be looked up, or is no token, it took 0."""
+        """Reconstructs the device's drafts of a step that followed another, which is read by now. The device used token
+        0 where a look-up found nothing, or where a sample was no token."""
         if step.drafting is None:
             self._look_up_again(step)
         else:
@@ -186,8 +188,8 @@ class Speculation:
         step.found = found
 
     def settle(self, step: Verification, runs: Sequence[TokenRun]) -> None:
-        """Takes back the positions of drafted tokens that do not count. Their pages stay reserved, so that a step that
-        follows may write behind the end of a request that stopped among its drafts."""
+        """Takes back the positions of rejected tokens. Their pages stay reserved, because a following step may still
+        write past the end of a request that stopped within its draft."""
         surplus: dict[int, int] = {}
         for request, size, drafted, run in zip(step.requests, step.sizes, step.found, runs, strict=True):
             if request.ended:
@@ -207,13 +209,13 @@ class Speculation:
             self._engine.take_back(surplus, is_last=step is self._last)
 
     def forget(self, request: DecodeRequest) -> None:
-        """The request has ended. Idempotent."""
+        """Forgets a request that has ended. Idempotent."""
         if self._policy.forget(request) and self._drafter is not None:
             self._drafter.forget(request.sequence_id)
 
 
 def drafts_of(sampled: Int64Array, sizes: Sequence[int]) -> list[Int64Array]:
-    """Of each sequence, of those drafted tokens, from what Drafts.draft_behind has sampled."""
+    """Each sequence's draft, from the samples of Drafts.draft_behind. sizes: drafted tokens of each sequence."""
     whose = np.flatnonzero(sizes)
     drafted = np.where(sampled == NOT_FINITE, 0, sampled).reshape(-1, whose.size)
     drafts = [NO_DRAFT] * len(sizes)

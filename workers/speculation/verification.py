@@ -1,4 +1,4 @@
-"""A verify step: the target's own tokens behind each drafted one, which are accepted while they agree."""
+"""A verify step: it samples the target's token after each drafted one, and accepts drafts as long as they are equal."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from tandem.workers.scheduling.step_time import NOTHING, StepLoad
 
 
 class Verifier(Protocol):
-    """What launches verify steps: see Speculation."""
+    """The launcher of verify steps: see Speculation."""
 
     def recall(self, step: "Verification", /) -> None: ...
 
@@ -26,17 +26,17 @@ class Verifier(Protocol):
 
 @dataclass(eq=False)
 class Verification:
-    """A verify step that was launched: n requests, each with its last token and its draft, perhaps an empty one.
+    """A launched verify step of n requests. Its input is each request's last token and draft, which may be empty.
 
-    The samples have a token behind each of these: one more than drafted, per request.
+    There is a sample after each input token, so each request has one more sample than drafted tokens.
     """
 
     requests: list[DecodeRequest]
-    sizes: list[int]  # drafted tokens of each
-    drafts: Sequence[Int64Array] | None  # None: only the device has them yet; see Speculation.recall
+    sizes: list[int]  # drafted tokens of each request
+    drafts: Sequence[Int64Array] | None  # None while only the device has them; see Speculation.recall
     pending: PendingSamples
-    drafting: PendingSamples | None = None  # of a draft model or head, see Drafts.draft_behind
-    found: Sequence[int] = ()  # of each draft the tokens that were there to be looked up
+    drafting: PendingSamples | None = None  # samples of a draft model or head, see Drafts.draft_behind
+    found: Sequence[int] = ()  # tokens of each draft that the look-up found
     load: StepLoad = NOTHING  # see StepInFlight
     released: list[int] = field(default_factory=list)  # see StepInFlight
     verifier: Verifier = field(kw_only=True, repr=False)
@@ -45,22 +45,22 @@ class Verification:
 
     @property
     def num_tokens(self) -> int:
-        """That the step has as inputs."""
+        """Input tokens of the step."""
         return sum(self.sizes) + len(self.sizes)
 
     def settle(self, samples: Samples, runs: Sequence[TokenRun], *, is_last: bool) -> None:
-        """What was drafted for nothing is taken back, and the rows go on behind what counts."""
+        """Takes rejected tokens back. The rows continue after the accepted ones."""
         self.verifier.settle(self, runs)
         self.rows.verified(self.requests, runs)
 
     def runs(self, samples: Samples) -> list[TokenRun]:
-        """The tokens that count, of each request: those that the target samples, as long as it was asked with what it
-        had sampled before."""
+        """The new tokens of each request: the target's samples up to and including the first one that differs from its
+        draft."""
         if self.drafts is None:
             self.verifier.recall(self)
         assert self.drafts is not None
         ends = np.cumsum(self.sizes) + np.arange(1, len(self.sizes) + 1)
-        wrong = np.ones(samples.token_ids.size, np.bool_)  # behind the last token of each nothing was drafted
+        wrong = np.ones(samples.token_ids.size, np.bool_)  # the last sample of each request has no draft
         drafted = wrong.copy()
         drafted[ends - 1] = False
         wrong[drafted] = samples.token_ids[drafted] != np.concatenate(self.drafts)
@@ -75,7 +75,7 @@ class Verification:
 
 
 def _finished(request: DecodeRequest, tokens: list[int], logprobs: Sequence) -> TokenRun:
-    """Up to the first token that ends the request."""
+    """The tokens up to the first one that ends the request."""
     assert request.rule is not None
     rule, before = request.rule, len(request.output)
     if before + len(tokens) < rule.max_tokens and rule.stop_ids.isdisjoint(tokens) and NOT_FINITE not in tokens:

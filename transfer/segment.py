@@ -98,7 +98,7 @@ def attach_segment(detail: Detail, config: TransportConfig, pe: int) -> Segment:
     try:
         # Look before opening: after a reuse of the pid this may be any file of any process.
         if not os.readlink(path).startswith(f"/memfd:{NAME}"):
-            raise PeerGone(f"PE {pe}: process {pid} is another one by now")
+            raise PeerGone(f"PE {pe}: its process has ended, and pid {pid} belongs to another one")
         peer_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             size = os.fstat(peer_fd).st_size
@@ -115,7 +115,7 @@ def attach_segment(detail: Detail, config: TransportConfig, pe: int) -> Segment:
         ) from error
     segment = Segment(memory, config)
     if segment.token.hex() != token:
-        raise PeerGone(f"PE {pe}: process {pid} is another one by now")
+        raise PeerGone(f"PE {pe}: its process has ended, and pid {pid} belongs to another one")
     return segment
 
 

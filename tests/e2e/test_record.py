@@ -229,7 +229,7 @@ def test_a_rank_that_cannot_follow_is_the_first_difference(
     monkeypatch.setattr(Follower, "_settle", lambda self, _: self.give_up("it is lost"))
     found = replay_files(files_of_leaders[:1]).difference
     assert found is not None
-    assert (found.what, found.replayed) == ("ranks", "a rank cannot go on; its log says why")
+    assert (found.what, found.replayed) == ("ranks", "a rank cannot continue; its log has the reason")
 
 
 @pytest.mark.long

@@ -68,9 +68,9 @@ def test_joining_a_dead_process_is_refused_and_leaves_nothing_mapped(start_peer:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"token": "00" * 16}, PeerGone, "is another one by now"),
+        ({"token": "00" * 16}, PeerGone, "belongs to another one"),
         ({"fd": 1_000_000}, PeerGone, "has ended or has closed its segment"),
-        ({"fd": 0}, PeerGone, "is another one by now"),
+        ({"fd": 0}, PeerGone, "belongs to another one"),
         ({"fd": "0"}, TransportError, "it must have pid, fd and token"),
     ],
 )

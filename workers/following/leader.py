@@ -46,7 +46,7 @@ class Leader:
 
     def __init__(self, memory: RankMemory) -> None:
         self.memory = memory
-        self.lost = ""  # why this worker cannot go on
+        self.lost = ""  # why this worker cannot continue
         memory.states[0].set(PID, os.getpid())
         self._writer = CallWriter(memory, WAIT_SECONDS)
         self._encoder = Encoder(call_types(), secrets=True)
@@ -107,9 +107,9 @@ class Leader:
             raise
 
     def give_up(self, reason: str) -> None:
-        """This worker cannot go on. All ranks stop waiting for each other."""
+        """Ends the worker. All ranks stop waiting for each other."""
         if not self.lost:
-            log.error("the ranks of this worker part: %s", reason)
+            log.error("the ranks of this worker end: %s", reason)
         self.lost = self.lost or reason
         end_waits(self.memory.sums)
 
@@ -121,7 +121,7 @@ class Leader:
 
 def _has_done(state: RankState, messages: int) -> bool:
     if state.get(LOST):
-        raise RankLost("a rank cannot go on; its log says why")
+        raise RankLost("a rank cannot continue; its log has the reason")
     return state.get(DONE) >= messages
 
 
@@ -211,7 +211,7 @@ class LeadingEngine(WatchedEngine):
     def lost(self) -> str:
         lost = [rank for rank, state in enumerate(self._followers, 1) if state.get(LOST)]
         here = self._leader.lost or self._leader.memory.why_failed(0) or super().lost
-        return here or (f"rank {lost[0]} of this worker cannot go on" if lost else "")
+        return here or (f"rank {lost[0]} of this worker cannot continue" if lost else "")
 
 
 class _RanksFence:

@@ -1,12 +1,12 @@
-"""Memory where the ranks of a worker on GPUs meet, if their transport maps none: CUDA's handles go through the memory
-that they share on the host.
+"""GPU memory for the collectives of a worker's ranks, if their transport maps none. The ranks exchange CUDA's handles
+through host memory that they share.
 
     rank 0                                rank 1
     allocates and zeroes its area         allocates and zeroes its area
     HANDLE, then READY   ───────────────► opens it
     opens it             ◄─────────────── HANDLE, then READY
 
-An area is its process's until that ends. So no rank frees what another one may still store to.
+A process keeps its area until it ends. So no rank frees memory that another one may still write.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ class Handle(ctypes.Structure):
 
 
 class Areas:
-    """Of one rank, on the current device, whose context exists. open() → close(), again and again."""
+    """One rank's areas on the current device, which has a context. open() → close(), any number of times."""
 
     def __init__(self, library: str = LIBRARY) -> None:
         """library: CUDA's driver."""
@@ -37,9 +37,9 @@ class Areas:
         self._opened: list[int] = []
 
     def open(self, memory: RankMemory, rank: int, num_bytes: int, seconds: float) -> list[int]:
-        """Where this process has each rank's area of so many bytes, zeroed. All ranks call it, with memory that none of
-        them has used for it before. RankLost where one does not come within that time; NoRanks where its area cannot be
-        mapped."""
+        """Returns the addresses at which this process maps each rank's zeroed area of num_bytes. All ranks call it,
+        with memory that was not used for this before. RankLost if a rank offers no area within `seconds`; NoRanks if an
+        area cannot be mapped."""
         self._offer(memory, rank, num_bytes)
         areas: list[int] = []
         for other, state in enumerate(memory.states):
@@ -49,14 +49,14 @@ class Areas:
             deadline = time.monotonic() + seconds
             while not state.get(READY):
                 if state.get(LOST) or time.monotonic() > deadline:
-                    raise RankLost(f"rank {other} has offered no memory to meet in for {seconds:g} s, or is lost")
+                    raise RankLost(f"rank {other} offered no memory for collectives within {seconds:g} s, or is lost")
                 time.sleep(POLL_SECONDS)
             keep_order()
             areas.append(self._map(other, Handle.from_buffer_copy(state.handle.tobytes())))
         return areas
 
     def close(self) -> None:
-        """Unmaps the areas of others, which nothing uses here any more. Idempotent."""
+        """Unmaps the other ranks' areas, which must no longer be in use here. Idempotent."""
         for address in self._opened:
             with suppress(RuntimeError):  # the device has failed: its process ends soon
                 self._driver.check("cuIpcCloseMemHandle", ctypes.c_uint64(address))

@@ -1,6 +1,6 @@
-"""Ranks that compute on GPUs of one host: they meet in memory that all of them map, by exchange.cu.
+"""Ranks on GPUs of one host. Their collectives (exchange.cu) use memory that all of them map.
 
-This file is the home of the constants that host and device share. exchange_defines() gives them to the compiler.
+Constants that host and device share are defined here. exchange_defines() passes them to the compiler.
 """
 
 import ctypes
@@ -22,50 +22,50 @@ from tandem.workers.kernels.cuda.driver import Function, Module
 from tandem.workers.ranks.shared_ranks import ABORTED, LATE, failure_word, why_failed
 
 SOURCE = Path(__file__).with_name("exchange.cu")
-OLDEST = (9, 0)  # of GPUs that these kernels have run on
-MOST_BLOCKS = 256  # of a launch
+OLDEST = (9, 0)  # the lowest compute capability that has run these kernels
+MOST_BLOCKS = 256  # in one launch
 PACKET_BYTES, PACKET_DATA_BYTES = 16, 8
-VECTOR_BYTES = 16  # that a thread loads and stores as one
+VECTOR_BYTES = 16  # one load or store of a thread
 HEADER_BYTES = 8 * MOST_BLOCKS * (2 + MAX_GPU_RANKS)
-SLOT_BYTES = 1 << 20  # of data
-WHOLE_BYTES = 400 << 10  # up to which more than two ranks send all to all; two always do
-STREAM_BYTES = 1 << 20  # from which sums are streamed
-STREAM_BLOCKS = 256  # on any GPU, since each talks to that of its number on the others; two share a multiprocessor
-AHEAD = 1  # rounds by which a block sends ahead of what it waits for, see streams.cuh
-LINE_VECTORS = 8  # of 128 bytes
-WAIT_SECONDS = 40.0  # for a rank that is slow: less than a step's tokens are waited for
+SLOT_BYTES = 1 << 20  # data bytes of a slot
+WHOLE_BYTES = 400 << 10  # largest one-shot all-reduce of more than two ranks; two ranks always use one shot
+STREAM_BYTES = 1 << 20  # sums of at least this size are streamed
+STREAM_BLOCKS = 256  # the same on all GPUs, since blocks of equal number exchange data; two share a multiprocessor
+AHEAD = 1  # rounds that a block sends before it waits, see streams.cuh
+LINE_VECTORS = 8  # vectors in 128 bytes
+WAIT_SECONDS = 40.0  # longest wait for a slow rank; shorter than the wait for a step's tokens
 THREADS = 256
-LOOKS = 1 << 14  # at a packet, between two at the clock and the abort word
-PAGE_BYTES = 4096  # of the host's memory, where the words of all ranks are
+LOOKS = 1 << 14  # polls of a packet between two looks at the clock and the abort word
+PAGE_BYTES = 4096  # of host memory, which holds the words of all ranks
 PORTABLE, MAPPED = 1, 2  # CU_MEMHOSTREGISTER_…
 NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16"}
 
 
 def area_bytes(size: int, slot_bytes: int = SLOT_BYTES) -> int:
-    """Of each rank's memory that the others map, where so many meet: 28 MiB for 2, 68 for 4, 106 for 8."""
+    """Bytes of each rank's memory that the other ranks map: 28 MiB for 2 ranks, 68 for 4, 106 for 8."""
     packets = 2 * 2 * size * slot_bytes // PACKET_DATA_BYTES
     buffers = STREAM_BLOCKS * (1 if size == 2 else 2) * (size - 1) * (2 * AHEAD + 1)
     return HEADER_BYTES + packets * PACKET_BYTES + buffers * buffer_vectors(size) * VECTOR_BYTES
 
 
 def kernel_size(size: int) -> int:
-    """The most ranks of the kernel by which so many stream sums."""
+    """The most ranks that the streaming kernel for `size` ranks serves."""
     return next(most for most in (2, 4, MAX_GPU_RANKS) if size <= most)
 
 
 def buffer_vectors(size: int) -> int:
-    """Of what a block sends to one rank in a round: 16 KiB, and with more ranks less, for it sends to each of them."""
+    """Vectors that a block sends to one rank in a round: 16 KiB for two ranks, and less for more."""
     return THREADS * MAX_GPU_RANKS // kernel_size(size)
 
 
 def exchange_defines() -> tuple[str, ...]:
-    """Options for the compiler, which exchange.cu explains."""
+    """Compiler options with the shared constants, which exchange.cu explains."""
     constants = {"THREADS": THREADS, "LOOKS": LOOKS, "ABORTED": ABORTED, "LATE": LATE, "AHEAD": AHEAD}
     return defines(MAX_GPU_RANKS=MAX_GPU_RANKS, MOST_BLOCKS=MOST_BLOCKS, HEADER=HEADER_BYTES, **constants)
 
 
 def exchange_cubin(capability: tuple[int, int]) -> Cubin | None:
-    """What is compiled for a GPU; None for one that is too old."""
+    """The file to compile for a GPU; None if the GPU is too old."""
     return Cubin(SOURCE, exchange_defines(), "".join(map(str, capability))) if capability >= OLDEST else None
 
 
@@ -86,7 +86,7 @@ class RanksArgument(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Packets of a tensor that one launch sums. whole: each rank sends all of them to all others."""
+    """The packets of a tensor that one launch sums. whole: each rank sends all of them to all others (one shot)."""
 
     first: int
     last: int
@@ -94,7 +94,7 @@ class Part:
 
 
 def parts_of(num_packets: int, size: int, slot_packets: int, whole_packets: int) -> list[Part]:
-    """What so many packets are summed by, in order. None is empty. whole_packets: up to which they are sent whole."""
+    """Splits packets into launches, in order and none empty. whole_packets: the most that are sent whole."""
     whole = size == 2 or num_packets <= whole_packets
     count = -(-num_packets // (slot_packets if whole else slot_packets * size))
     bounds = [num_packets * part // count for part in range(count + 1)]
@@ -103,30 +103,30 @@ def parts_of(num_packets: int, size: int, slot_packets: int, whole_packets: int)
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """How a tensor is streamed: by so many blocks, each with at least one piece, in chunks of `length` vectors."""
+    """How a tensor is streamed: the number of blocks, each with work, and the vectors of a chunk."""
 
     blocks: int
     length: int
 
 
 def stream_of(num_vectors: int, size: int, most_vectors: int, most_blocks: int | None = None) -> Stream:
-    """Chunks of at most most_vectors, and as short as the number of rounds allows: so blocks have about as much to do.
-    most_blocks: STREAM_BLOCKS unless given."""
-    most_blocks, chunks = most_blocks or STREAM_BLOCKS, 1 if size == 2 else size  # of a piece
+    """Chooses chunks of at most most_vectors, and as short as the number of rounds allows, so that blocks have about
+    equal work. most_blocks: by default STREAM_BLOCKS."""
+    most_blocks, chunks = most_blocks or STREAM_BLOCKS, 1 if size == 2 else size  # chunks of a piece
     rounds = -(-num_vectors // (most_blocks * chunks * most_vectors))
     length = -(-num_vectors // (most_blocks * chunks * rounds * LINE_VECTORS)) * LINE_VECTORS
     return Stream(min(most_blocks, -(-num_vectors // (chunks * length))), length)
 
 
 class DeviceRanks:
-    """One rank, owned by one thread. Until attach() it does not wait for others, so a forward can be measured alone.
+    """One rank, owned by one thread. Before attach() it does not wait for others, so one rank can measure a forward.
 
-    A rank that waits in vain leaves a word that says so, and its device computes nothing more: no token and no KV comes
-    of a sum that is not whole. The host's next call to CUDA fails.
+    A rank whose wait times out sets its failure word and stops its device, so that no token and no KV comes from an
+    incomplete sum. The host's next CUDA call fails.
     """
 
     def __init__(self, shard: Shard) -> None:
-        """NoRanks for more of them than kernels serve."""
+        """NoRanks for more ranks than the kernels serve."""
         if shard.size > MAX_GPU_RANKS:
             raise NoRanks(f"a worker has {shard.size} ranks; on GPUs at most {MAX_GPU_RANKS} are accepted")
         self.rank, self.size = shard.rank, shard.size
@@ -142,8 +142,8 @@ class DeviceRanks:
         seconds: float,
         slot_bytes: int = SLOT_BYTES,
     ) -> None:
-        """words: see shared_ranks.sums_bytes; areas: where this process has each rank's area_bytes(), zeroed. Both stay
-        until detach(). seconds: longest wait for a rank. NoRanks where the kernels cannot be built."""
+        """words: see shared_ranks.sums_bytes. areas: addresses of all ranks' zeroed areas of area_bytes(). Both must
+        stay valid until detach(). seconds: longest wait for a rank. NoRanks if the kernels cannot be built."""
         assert len(areas) == self.size, "one area for each rank"
         torch.cuda.current_stream().synchronize()  # binds a new thread to the device, as the driver's own calls do not
         kernels = self._kernels = self._kernels or ExchangeKernels()
@@ -162,10 +162,10 @@ class DeviceRanks:
         self._words = words
 
     def detach(self) -> None:
-        """Waits for what is under way; the memory is not used any more."""
+        """Waits for collectives under way, then stops using the memory."""
         words, self._words = self._words, None
         if words is not None and self._kernels is not None:
-            with suppress(RuntimeError):  # the device has failed: it holds the page until the process ends
+            with suppress(RuntimeError):  # a failed device keeps the page until the process ends
                 torch.cuda.synchronize()
                 self._kernels.unregister(words)
 
@@ -195,7 +195,7 @@ class DeviceRanks:
         return out
 
     def _ready(self) -> "ExchangeKernels | None":
-        """None before attach(). RankLost once some rank has given up."""
+        """The kernels; None before attach(). RankLost once any rank has given up."""
         if self._words is None:
             return None
         if self._words[0]:
@@ -207,7 +207,7 @@ class ExchangeKernels:
     """exchange.cu for the current device."""
 
     def __init__(self) -> None:
-        """NoRanks where it cannot be built."""
+        """NoRanks if it cannot be built."""
         device = torch.cuda.get_device_properties(torch.cuda.current_device())
         planned = exchange_cubin((device.major, device.minor))
         cubin = None if planned is None else load_cubin(planned, "no worker has several ranks")
@@ -230,7 +230,7 @@ class ExchangeKernels:
         self._functions[name].launch(self._blocks, (ranks, *_pointers(x, out), *numbers))
 
     def stream(self, ranks: RanksArgument, x: Tensor, out: Tensor) -> None:
-        """x, out: of whole vectors, and aligned to them."""
+        """x, out: aligned, and a whole number of vectors long."""
         vectors = x.nbytes // VECTOR_BYTES
         stream = stream_of(vectors, ranks.size, ranks.buffer_vectors)
         numbers = ctypes.c_int64(vectors), ctypes.c_int32(stream.length)
@@ -238,14 +238,14 @@ class ExchangeKernels:
         self._functions[name].launch(stream.blocks, (ranks, *_pointers(x, out), *numbers))
 
     def gather(self, ranks: RanksArgument, x: Tensor, out: Tensor, parts: int) -> None:
-        """parts: launches, each for a part of all rows' elements."""
+        """parts: the number of launches, each for a part of all rows."""
         rows, columns = out.shape
         for part in range(parts):
             numbers = (ctypes.c_int32(number) for number in (rows, columns, part, parts))
             self._functions[f"gather_{x.element_size()}"].launch(self._blocks, (ranks, *_pointers(x, out), *numbers))
 
     def register(self, words: Int64Array) -> int:
-        """The device's address of the first page of the host's memory, which begins one."""
+        """Maps the first page of the host memory, which is page-aligned, and returns its device address."""
         check, host, found = self._module.check, ctypes.c_void_p(address_of(words)), ctypes.c_void_p()
         check("cuMemHostRegister_v2", host, ctypes.c_size_t(PAGE_BYTES), PORTABLE | MAPPED)
         check("cuMemHostGetDevicePointer_v2", ctypes.byref(found), host, 0)

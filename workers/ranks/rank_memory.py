@@ -1,12 +1,12 @@
-"""The memory that the ranks of one worker share: what they add up, the leader's calls, and what followers say.
+"""The memory that the ranks of one worker share: sums, the leader's calls, and the ranks' states.
 
-    0      random token, by which a handle of another process is refused
+    0      random token; a handle with another token belongs to another process and is refused
     4096   sums                see sums.c
     …      states              int64 [ranks, STATE + workers + rows]: see RankState
-    …      written             int64: bytes of calls that the leader has written, ever
-    …      calls               a ring of bytes; each call has its length before it, as an int64
+    …      written             int64: bytes of calls that the leader has written in all
+    …      calls               a ring of bytes; an int64 before each call has its length
 
-It is an anonymous file of the leader's, so nothing is left behind however its processes end.
+It is an anonymous file of the leader, so nothing is left behind, however the processes end.
 """
 
 import json
@@ -26,26 +26,26 @@ from tandem.workers.ranks.shared_ranks import sums_bytes, why_failed
 
 NAME = "tandem-ranks"
 TOKEN_BYTES, ALIGNMENT, LENGTH_BYTES = 16, 4096, 8
-RING_BYTES = 16 << 20  # beside what a prompt takes
-BYTES_A_TOKEN = 16  # of the longest prompt
+RING_BYTES = 16 << 20  # of the ring, in addition to the longest prompt
+BYTES_A_TOKEN = 16  # of that prompt
 HANDLE, HANDLE_WORDS = 8, 8
 STATE = HANDLE + HANDLE_WORDS
 DONE, MARK, LOST, READ, PID, READY = range(6)
 
 
 class RankState:
-    """What one rank says. Written by that rank alone, but for `words` at the leader, which has none."""
+    """One rank's state. Only that rank writes it."""
 
     def __init__(self, words: Int64Array, num_workers: int) -> None:
         self._words = words
-        self.handle = words[HANDLE:STATE]  # of CUDA's, by which other ranks map what this one has for them
-        self.fences = words[STATE : STATE + num_workers]  # by worker: the last fence that is quiet, with all before it
-        self.signals = words[STATE + num_workers :]  # of its mailbox's rows
+        self.handle = words[HANDLE:STATE]  # CUDA's handle, by which other ranks map this rank's area
+        self.fences = words[STATE : STATE + num_workers]  # for each worker, the last fence that has passed
+        self.signals = words[STATE + num_workers :]  # signals of its mailbox rows
 
     def get(self, field: int) -> int:
-        """DONE: messages that it has done with, or written where it leads. MARK: the last mark that is past, with all
-        before it. LOST: not 0 once the rank cannot go on. READ: bytes of calls that it has read. PID: its process.
-        READY: not 0 once `handle` is there."""
+        """DONE: calls that a follower has finished, or that the leader has written. MARK: the last mark that has
+        passed. LOST: not 0 once the rank cannot continue. READ: bytes of calls that it has read. PID: its process.
+        READY: not 0 once `handle` is set."""
         return int(self._words[field])
 
     def set(self, field: int, value: int) -> None:
@@ -53,7 +53,7 @@ class RankState:
 
 
 class RankMemory:
-    """Mapped by one rank. The mapping goes with the last reference to it."""
+    """One rank's mapping of the memory. It is unmapped with the last reference."""
 
     def __init__(self, memory: mmap.mmap, size: int, num_workers: int, num_rows: int, ring_bytes: int) -> None:
         at = ALIGNMENT
@@ -83,7 +83,8 @@ def ring_bytes(max_model_len: int) -> int:
 
 
 def create_memory(size: int, num_workers: int, num_rows: int, ring: int) -> tuple[RankMemory, int, bytes]:
-    """The leader's, zeroed; its descriptor, which the caller closes, and the handle by which others map it."""
+    """Makes the memory, zeroed, in the leader. Returns it, its file descriptor, which the caller closes, and the handle
+    that followers attach by."""
     fd = os.memfd_create(NAME, os.MFD_CLOEXEC)
     try:
         num_bytes = RankMemory.num_bytes(size, num_workers, num_rows, ring)
@@ -98,12 +99,12 @@ def create_memory(size: int, num_workers: int, num_rows: int, ring: int) -> tupl
 
 
 def attach_memory(handle: bytes, size: int, num_workers: int, num_rows: int, ring: int) -> RankMemory:
-    """A follower's. RankLost when the leader has ended."""
+    """Maps the leader's memory in a follower. RankLost if the leader has ended."""
     try:
         detail: dict[str, Any] = json.loads(handle)
         path = f"/proc/{int(detail['pid'])}/fd/{int(detail['fd'])}"
         if not os.readlink(path).startswith(f"/memfd:{NAME}"):
-            raise RankLost(f"the leader's process {detail['pid']} is another one by now")
+            raise RankLost(f"the leader has ended, and its pid {detail['pid']} belongs to another process")
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             memory = mmap.mmap(fd, RankMemory.num_bytes(size, num_workers, num_rows, ring))
@@ -113,7 +114,7 @@ def attach_memory(handle: bytes, size: int, num_workers: int, num_rows: int, rin
         raise RankLost(f"the leader's memory cannot be mapped: {error}") from error
     made = RankMemory(memory, size, num_workers, num_rows, ring)
     if made.token.hex() != detail["token"]:
-        raise RankLost(f"the leader's process {detail['pid']} is another one by now")
+        raise RankLost(f"the leader has ended, and its pid {detail['pid']} belongs to another process")
     return made
 
 
@@ -121,13 +122,13 @@ class CallWriter:
     """The leader's end of the ring. Owned by its step thread."""
 
     def __init__(self, memory: RankMemory, seconds: float) -> None:
-        """seconds: longest wait for a follower that does not read."""
+        """seconds: longest wait for a follower to read."""
         self._written, self._ring, self._followers = memory.written, memory.ring, memory.states[1:]
         self._seconds = seconds
         self._at = 0
 
     def write(self, call: bytes) -> None:
-        """Raises RankLost when a follower does not make room, or says that it cannot go on."""
+        """Raises RankLost if a follower does not make room in time, or cannot continue."""
         needed = LENGTH_BYTES + len(call)
         if needed > self._ring.size:
             raise RankLost(f"a call has {needed} bytes; the ranks' memory takes {self._ring.size}")
@@ -141,7 +142,7 @@ class CallWriter:
     def _room(self) -> int:
         for rank, state in enumerate(self._followers, 1):
             if state.get(LOST):
-                raise RankLost(f"rank {rank} cannot go on; its log says why")
+                raise RankLost(f"rank {rank} cannot continue; its log has the reason")
         return self._ring.size - self._at + min(state.get(READ) for state in self._followers)
 
 
@@ -153,20 +154,20 @@ class CallReader:
         self._at = 0
 
     def read(self) -> bytes | None:
-        """The next call, or None when there is none yet."""
+        """The next call; None if there is none yet."""
         if int(self._written[0]) == self._at:
             return None
         keep_order()
         length = int.from_bytes(_get(self._ring, self._at, LENGTH_BYTES), "little")
         call = _get(self._ring, self._at + LENGTH_BYTES, length)
         self._at += LENGTH_BYTES + length
-        keep_order()  # the leader writes there again
+        keep_order()  # before the leader may overwrite it
         self._state.set(READ, self._at)
         return call
 
 
 def wait_until(is_so: Callable[[], bool], seconds: float, otherwise: str) -> None:
-    """Polls. RankLost, with that text, after so many seconds."""
+    """Polls until is_so(). RankLost with the text `otherwise` after `seconds`."""
     deadline = time.monotonic() + seconds
     while not is_so():
         if time.monotonic() > deadline:
@@ -178,7 +179,7 @@ _order = threading.Lock()
 
 
 def keep_order() -> None:
-    """See SharedMemoryTransport: memory accesses before it stay before those after it, for other processes too."""
+    """A memory fence, for other processes, too: see SharedMemoryTransport."""
     with _order:
         pass
     with _order:

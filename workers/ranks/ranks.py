@@ -1,4 +1,4 @@
-"""What the ranks of a worker compute together: sums and gatherings of their parts."""
+"""The collectives of a worker's ranks: all-reduce and all-gather."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -13,7 +13,7 @@ SHIFTS = (0, 16, 32, 48)
 
 
 class Ranks(Protocol):
-    """A worker's ranks, as one of them sees them. All ranks make the same calls in the same order, with like shapes."""
+    """One rank's view of its worker's ranks. All ranks make the same calls in the same order, with matching shapes."""
 
     @property
     def rank(self) -> int: ...
@@ -22,18 +22,18 @@ class Ranks(Protocol):
     def size(self) -> int: ...
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' x [T, H], which may be overwritten. It is added up in float32 in the order of ranks and
-        then rounded to the dtype of x, so all ranks get the same bits. Raises RankLost."""
+        """All-reduce: the sum of all ranks' x [T, H]. It may overwrite x. It adds in float32 in the order of ranks and
+        rounds to the dtype of x once, so all ranks get the same bits. Raises RankLost."""
         ...
 
     def gather(self, x: Tensor, columns: int) -> Tensor:
-        """[T, columns]: those of each rank's x [T, C] in the order of ranks. C is what Shard.some() gives it of
-        `columns`. Raises RankLost."""
+        """All-gather: [T, columns], the columns of all ranks' x [T, C] in the order of ranks. C is the rank's part of
+        `columns` by Shard.some(). Raises RankLost."""
         ...
 
 
 class Alone:
-    """The one rank of a worker with one GPU."""
+    """The only rank of a worker with one process."""
 
     rank = 0
     size = 1
@@ -49,7 +49,7 @@ ALONE: Ranks = Alone()
 
 
 def sum_words(ranks: Ranks, word: int, device: torch.device) -> int:
-    """The sum of all ranks' words of 64 bits, modulo 2⁶⁴, by digits of 16 bits, which float32 adds up exactly."""
+    """The sum of all ranks' 64-bit words, modulo 2⁶⁴. It sums digits of 16 bits, which float32 does exactly."""
     if ranks.size == 1:
         return word
     digits = torch.tensor([[word >> shift & 0xFFFF for shift in SHIFTS]], dtype=torch.float32, device=device)
@@ -58,7 +58,7 @@ def sum_words(ranks: Ranks, word: int, device: torch.device) -> int:
 
 
 class SummedProjection:
-    """A product of which each rank has some columns of the matrix: the sum of all ranks' parts of it."""
+    """A row-parallel product: each rank multiplies by its columns of the matrix, and all-reduce adds the results."""
 
     def __init__(self, part: Projection, ranks: Ranks) -> None:
         self._part, self._sum = part, ranks.sum
@@ -67,7 +67,7 @@ class SummedProjection:
         return self._sum(self._part.linear(x))
 
     def in_parts(self, x: Tensor) -> Tensor:
-        """As linear(): the sum of all ranks has no parts."""
+        """The same as linear(): the sum of all ranks has no parts."""
         return self.linear(x)
 
     @property
@@ -76,7 +76,7 @@ class SummedProjection:
 
 
 def prepare_summed(weight: Weight, ranks: Ranks) -> Projection:
-    """The product with a matrix whose columns the ranks divide. Its bias is added once, by rank 0."""
+    """The product with a matrix whose columns the ranks divide. Only rank 0 adds the bias."""
     if ranks.size == 1:
         return weight.prepare()
     drop_bias(weight, ranks)
@@ -84,14 +84,14 @@ def prepare_summed(weight: Weight, ranks: Ranks) -> Projection:
 
 
 def drop_bias(weight: Weight, ranks: Ranks) -> None:
-    """Sets the bias to zero on all ranks but the first, where all ranks' products are added up."""
+    """Zeroes the bias on all ranks but the first, because the all-reduce adds all ranks' products."""
     bias = weight.tensors().get("bias")
     if bias is not None and ranks.rank:
         bias.zero_()
 
 
 def held_experts(held: range) -> Callable[[Tensor], Tensor]:
-    """From numbers of experts, int64 of any shape, to those among the `held` ones; len(held) for all others."""
+    """Maps numbers of experts, int64 of any shape, to their index among the `held` ones, and others to len(held)."""
     first, count = held.start, len(held)
 
     def numbers(experts: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Ranks that are processes of one machine and compute on its processors: they meet in shared memory, by sums.c."""
+"""Ranks on the CPUs of one host. Their collectives (sums.c) use shared memory."""
 
 import ctypes
 from pathlib import Path
@@ -12,9 +12,9 @@ from tandem.cache.plan.shard import Shard
 from tandem.workers.errors import NoRanks, RankLost
 
 SOURCE = Path(__file__).with_name("sums.c")
-LINE = 64  # bytes; checked when the library is used first
+LINE = 64  # bytes of a cache line; the library checks it at its first use
 SLOT_BYTES = 1 << 20
-WAIT_SECONDS = 60.0  # for a rank that is slow; one that has ended is known sooner
+WAIT_SECONDS = 60.0  # for a slow rank; one that has ended is noticed sooner
 ABORTED, LATE = -1, -2
 
 
@@ -29,27 +29,27 @@ class _Area(ctypes.Structure):
 
 
 def sums_bytes(size: int, slot_bytes: int = SLOT_BYTES) -> int:
-    """Of the memory that so many ranks meet in."""
+    """Bytes of the memory that `size` ranks share for collectives."""
     return LINE * (1 + size) + 2 * size * slot_bytes
 
 
 def num_entered(memory: Int64Array, rank: int) -> int:
-    """Exchanges that a rank has begun in this memory. From any thread."""
+    """How many collectives a rank has begun in this memory. From any thread."""
     return int(memory[LINE // 8 * (1 + rank)])
 
 
 def end_waits(memory: Int64Array) -> None:
-    """Ends all ranks' waits in this memory, now and later: they raise RankLost. By any rank, from any thread."""
+    """Makes all ranks' waits in this memory raise RankLost, now and later. By any rank, from any thread."""
     memory[0] = 1
 
 
 def failure_word(rank: int) -> int:
-    """The number of the word in which a rank's kernels on a GPU say that they gave up: ABORTED or LATE."""
+    """The index of the word that a rank's GPU kernels set when they give up: ABORTED or LATE."""
     return LINE // 8 * (1 + rank) + 1
 
 
 def why_failed(memory: Int64Array, rank: int) -> str:
-    """Why they did; empty while they have not. From any thread."""
+    """Why a rank's GPU kernels gave up; empty while they have not. From any thread."""
     match int(memory[failure_word(rank)]):
         case 0:
             return ""
@@ -60,7 +60,7 @@ def why_failed(memory: Int64Array, rank: int) -> str:
 
 
 class SharedRanks:
-    """One rank, owned by one thread. Until attach() it does not wait for others, so a forward can be measured alone."""
+    """One rank, owned by one thread. Before attach() it does not wait for others, so one rank can measure a forward."""
 
     def __init__(self, shard: Shard) -> None:
         """NoRanks where sums.c cannot be built."""
@@ -79,13 +79,14 @@ class SharedRanks:
         self._ends: dict[int, Int64Array] = {}
 
     def attach(self, memory: Int64Array, seconds: float = WAIT_SECONDS, slot_bytes: int = SLOT_BYTES) -> None:
-        """memory: sums_bytes() of all ranks' shared memory, zeroed by the first. seconds: longest wait for a rank."""
+        """memory: sums_bytes() of memory that all ranks share, zeroed by the first. seconds: longest wait for a
+        rank."""
         assert memory.nbytes >= sums_bytes(self.size, slot_bytes), "the ranks' memory is too small"
         self._words, self._exchange = memory, 0
         self._area = _Area(address_of(memory), slot_bytes, seconds, self.rank, self.size)
 
     def detach(self) -> None:
-        """The memory is not used any more."""
+        """Stops using the memory."""
         self._words = None
 
     def sum(self, x: Tensor) -> Tensor:
@@ -118,6 +119,6 @@ class SharedRanks:
 
 
 def _ends(size: int, columns: int) -> Int64Array:
-    """Where each rank's columns end, behind a 0."""
+    """0, then the end of each rank's columns; int64 [size + 1]."""
     ends = [0, *(Shard(rank, size).some("columns", columns).stop for rank in range(size))]
     return torch.tensor(ends, dtype=torch.int64).numpy()

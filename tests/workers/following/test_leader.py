@@ -111,7 +111,7 @@ def test_a_follower_with_other_pages_ends_the_worker() -> None:
     assert "at the leader 8" in pair.follower.lost
     assert pair.memory.states[1].get(LOST)
     assert pair.memory.sums[0] == 1, "nobody waits for it in a sum"
-    with pytest.raises(RankLost, match="rank 1 cannot go on"):
+    with pytest.raises(RankLost, match="rank 1 cannot continue"):
         pair.act("free", 2)
     with pytest.raises(RankLost):
         pair.leader.wait_for_all()

@@ -99,7 +99,7 @@ def test_a_rank_that_does_not_come_is_not_waited_for_without_end(library: str, i
     memory, _, _ = create_memory(*EXTENT)
     if is_lost:
         memory.states[1].set(LOST, 1)
-    with pytest.raises(RankLost, match=r"rank 1 has offered no memory to meet in for .* s, or is lost"):
+    with pytest.raises(RankLost, match=r"rank 1 offered no memory for collectives within .* s, or is lost"):
         Areas(library).open(memory, 0, NUM_BYTES, SECONDS if is_lost else 0.05)
 
 

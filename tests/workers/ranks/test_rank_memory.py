@@ -41,7 +41,7 @@ def test_a_follower_that_reads_nothing_is_waited_for_within_bounds() -> None:
 def test_a_follower_that_cannot_go_on_is_known_at_the_next_call() -> None:
     shared = memory()
     shared.states[2].set(LOST, 1)
-    with pytest.raises(RankLost, match="rank 2 cannot go on"):
+    with pytest.raises(RankLost, match="rank 2 cannot continue"):
         CallWriter(shared, 5.0).write(b"call")
 
 

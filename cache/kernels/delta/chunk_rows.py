@@ -1,4 +1,4 @@
-"""How the new tokens of a forward are cut into chunks. Needs no Triton."""
+"""Cuts the new tokens of a forward into chunks. Needs no Triton."""
 
 from typing import NamedTuple
 
@@ -13,17 +13,19 @@ NO_PAGE = -1
 
 
 class ChunkRows(NamedTuple):
-    """int32 on the device. sequences [n, SEQUENCE_FIELDS]: page, whether anything is behind the sequence, its first
-    token, and the one behind its last; its first chunk, and the one behind its last. chunks [m, CHUNK_FIELDS]: the
-    sequence, the first token, the one behind the last, and the page of the snapshot there, or NO_PAGE."""
+    """int32 on the device. Ends are exclusive.
+
+    sequences [n, SEQUENCE_FIELDS]: page; whether the sequence has earlier tokens; first token and end; first chunk and
+    end. chunks [m, CHUNK_FIELDS]: sequence; first token and end; page of the snapshot after the chunk, or NO_PAGE.
+    """
 
     sequences: Tensor
     chunks: Tensor
 
 
 class Cuts(NamedTuple):
-    """Snapshots within the new tokens of n sequences, int64 [c] each: of sequences[i] the state before token tokens[i]
-    of the forward goes to pages[i]."""
+    """c snapshots within the new tokens of n sequences, int64 [c] each: the state of sequences[i] before the forward's
+    token tokens[i] goes to pages[i]."""
 
     sequences: Int64Array
     tokens: Int64Array
@@ -33,8 +35,8 @@ class Cuts(NamedTuple):
 def lay_out_chunks(
     pages: IntArray, behind: IntArray, begins: IntArray, ends: IntArray, cuts: Cuts
 ) -> tuple[Int32Array, Int32Array]:
-    """Arrays of ChunkRows, of n sequences, [n] each: see there. A chunk has CHUNK tokens, or fewer where a snapshot
-    stands behind them or the sequence ends."""
+    """The arrays of ChunkRows for n sequences; arguments are [n] each. A chunk has CHUNK tokens, or fewer before a
+    snapshot or at the end of its sequence."""
     owners = np.concatenate((np.arange(begins.size), cuts.sequences))
     stops, kept = np.concatenate((ends, cuts.tokens)), np.concatenate((np.full(begins.size, NO_PAGE), cuts.pages))
     order = np.lexsort((-kept, stops, owners))

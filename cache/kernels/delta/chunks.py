@@ -1,15 +1,15 @@
-"""Several new tokens of each of several sequences through convolution and rule of a state, in three Triton kernels.
+"""Prompts of recurrent layers: convolution and state update of many tokens of each sequence, in three Triton kernels.
 
-The chunk form of a delta rule (Yang et al., arXiv 2406.06484, with decays as in arXiv 2412.06464): what the CHUNK
-tokens of a chunk add to a state S is u - w S, where u and w follow from the chunk alone, by the inverse of a triangular
-matrix. Mamba-2 has no w, and u follows from each token alone.
+This is the chunked form of the delta rule (Yang et al., arXiv 2406.06484, with decays as in arXiv 2412.06464). The
+CHUNK tokens of a chunk add u - w S to a state S. u and w depend on the chunk only, through the inverse of a triangular
+matrix. Mamba-2 has no w, and each token's u depends on that token only.
 
     conv_chunks    q, k, v of all tokens                              a program: a chunk and a head
     solve_chunks   w, u, and scores within the chunk; new tails       a program: a chunk and a value head
     scan_chunks    o, and S from chunk to chunk                       a program: a sequence and columns of a state
 
-Only the last one goes from chunk to chunk. A snapshot may stand behind any token: a chunk ends there. The first kernel
-writes its tail, the last one its S.
+Only the last kernel runs sequentially over chunks. A snapshot may follow any token, and ends a chunk there. The first
+kernel writes the snapshot's tail, the last one its S.
 """
 
 from typing import Any, NamedTuple
@@ -33,9 +33,9 @@ FIELDS = CHUNK_FIELDS, SEQUENCE_FIELDS
 
 
 class Tiling(NamedTuple):
-    """precision: of products. rows: tokens at once of the convolution. solved, scanned: columns of a head that a
-    program has at once. warps: of a program, but for the convolution. row_solved, row_warps: of the kernel that solves
-    chunks where rows decay by themselves. stages: of the scan's loads, which run chunks ahead.
+    """precision: of products. rows: tokens that the convolution handles at once. solved, scanned: columns of a head
+    that a program of the solve and scan kernels handles at once. warps: of these programs. row_solved, row_warps: the
+    same for solve_row_chunks. stages: pipeline stages of the scan's loads.
     """
 
     precision: str
@@ -57,9 +57,9 @@ FLOATS = Tiling("ieee", 32, 32, 32, 16, 16, 16, 1)
 def advance_states(
     pool: Tensor, layer: int, x: RecurrentInputs, shape: StateShape, rows: ChunkRows, output: Tensor
 ) -> None:
-    """As step_states, of all tokens of the sequences.
+    """The same as step_states, for all new tokens of the sequences.
 
-    Products of 16 bits have operands of the dtype of x.mixed, those of float32 are float32. Sums are float32.
+    Products have operands in the dtype of x.mixed and accumulate in float32.
     """
     dtype, device, heads = x.mixed.dtype, pool.device, Heads.of(shape)
     scratch = Scratch.of(rows.chunks.shape[0], heads, dtype, device)

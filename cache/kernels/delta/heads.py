@@ -1,4 +1,4 @@
-"""How kernels find the heads of a recurrent state in what tokens give. Needs no Triton."""
+"""Where kernels find the heads of a recurrent state in a token's channels. Needs no Triton."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -10,10 +10,11 @@ LEAST = 64  # columns of a product: with 16 and with 32, Triton 3.6's for 16 bit
 
 
 class Heads(NamedTuple):
-    """Sizes; at which channels the queries, keys and values of all heads begin; and the rule.
+    """Sizes, the first channels of all queries, keys and values, and the update rule.
 
-    Of Mamba-2, C are queries, B keys and x values. is_delta: a token's value is first corrected by what its key reads,
-    and queries and keys have unit length. by_row: each row of a state, that of one key dimension, decays by itself.
+    In Mamba-2, C are the queries, B the keys and x the values. is_delta: the rule subtracts what the key reads from a
+    token's value, and queries and keys have unit length. by_row: each row of a state (one key dimension) has its own
+    decay.
     """
 
     key_heads: int
@@ -37,17 +38,17 @@ class Heads(NamedTuple):
 
     @property
     def state_at(self) -> int:
-        """Where the states begin in an entry."""
+        """The offset of the states in an entry."""
         return self.tail * self.channels
 
     @property
     def scale(self) -> float:
-        """Of queries."""
+        """The factor of queries."""
         return self.key_dim**-0.5 if self.is_delta else 1.0
 
     @property
     def decays(self) -> int:
-        """Of a token, for all heads."""
+        """Decays of a token, for all heads."""
         return self.value_heads * (self.key_dim if self.by_row else 1)
 
     @property

@@ -1,4 +1,4 @@
-"""The states of a gated delta rule in pages on a CUDA device: eager forwards, and steps in graph buffers."""
+"""Recurrent states in pages on a CUDA device: eager forwards, and decode and verify steps in graph buffers."""
 
 from dataclasses import dataclass
 
@@ -27,8 +27,8 @@ from tandem.cache.plan.tables import PageTables, TokenLayout
 
 @dataclass(frozen=True, eq=False)
 class DeltaPlan:
-    """rows: the sequences with one new token; chunks: those with more. None where there are none. runs: of a forward
-    with drafts, all."""
+    """rows: sequences with one new token, None without any. chunks: sequences with more, None without any. runs: all
+    sequences of a forward with drafts."""
 
     rows: StepRows | None
     chunks: ChunkRows | None
@@ -46,7 +46,7 @@ class TritonDeltaKernels(AttentionBackend[RecurrentInputs]):
         self._drafted: Runs | None = None  # of the last forward with drafts
 
     def clear_pages(self, pages: Int32Array) -> None:
-        """Nothing: the first forward of a sequence does not read its page."""
+        """Does nothing: the first forward of a sequence does not read its page."""
 
     def plan(self, tokens: TokenLayout, tables: PageTables) -> DeltaPlan:
         if tables.drafted:
@@ -117,7 +117,7 @@ class TritonDeltaKernels(AttentionBackend[RecurrentInputs]):
 
 @dataclass(frozen=True, eq=False)
 class DeltaSteps(GroupBuffers):
-    """Of decode steps: row i has token i. Padding reads and writes no entry."""
+    """Graph buffers of decode steps. Row i has token i. Padding reads and writes no entry."""
 
     kernels: TritonDeltaKernels
     rows: StepRows
@@ -130,7 +130,7 @@ class DeltaSteps(GroupBuffers):
 
 @dataclass(frozen=True, eq=False)
 class DeltaRuns(GroupBuffers):
-    """Of verify steps, whose inputs stay until the next one in these buffers: row i has token i."""
+    """Graph buffers of verify steps. Row i has token i. A step's inputs stay here until the next step."""
 
     kernels: TritonDeltaKernels
     runs: Runs

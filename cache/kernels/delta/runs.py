@@ -1,9 +1,10 @@
-"""A verify step: the new tokens of each sequence one after another, and once more those that hold, in Triton kernels.
+"""Verify steps of recurrent layers, in Triton kernels: all drafted tokens first, then the accepted ones again.
 
-    _run_conv   keeps what the tokens give, and convolves it     a program: a token and some channels
-    _run_rule   o, tails and states from what is kept            a program: a sequence, and columns of one head's state
+    _run_conv   keeps the tokens' inputs, and convolves them     a program: a token and some channels
+    _run_rule   o, tails and states from the kept inputs         a program: a sequence, and columns of one head's state
 
-The first kernel runs before each second one, but not again: then the second one computes all layers at once.
+In the verify step both kernels run for each layer. Afterwards _run_rule alone advances the states of all layers by the
+accepted tokens, in one launch.
 """
 
 import math
@@ -27,7 +28,7 @@ from tandem.cache.plan.arrays import Int64Array
 
 
 class RunRows(NamedTuple):
-    """Of n tokens, all int32 [n]: as of StepRows, and how many tokens right before one are of the same sequence."""
+    """StepRows of n tokens, and how many tokens just before each one belong to the same sequence; int32 [n] each."""
 
     pages: Tensor
     behind: Tensor
@@ -36,8 +37,8 @@ class RunRows(NamedTuple):
 
 
 class KeptInputs(NamedTuple):
-    """What n tokens gave to L layers: raw and mixed [L, n, channels], before and behind the convolution, in the dtype
-    of the model; log_decay [L, n, *decays] and strength [L, n, heads], float32."""
+    """The inputs of n tokens to L layers: raw and mixed [L, n, channels], before and after the convolution, in the
+    model's dtype; log_decay [L, n, *decays] and strength [L, n, heads], float32."""
 
     raw: Tensor
     mixed: Tensor
@@ -48,7 +49,7 @@ class KeptInputs(NamedTuple):
     def of(
         cls, num_layers: int, num_tokens: int, shape: StateShape, dtype: torch.dtype, device: torch.device
     ) -> "KeptInputs":
-        """Not filled."""
+        """Allocates, without values."""
         each = num_layers, num_tokens
         raw, mixed = (torch.empty((*each, shape.channels), dtype=dtype, device=device) for _ in range(2))
         rates = ((*each, *shape.decays), (*each, shape.heads))
@@ -60,15 +61,15 @@ class KeptInputs(NamedTuple):
 
 @dataclass(eq=False)
 class Runs:
-    """The tokens of one verify step, or in graph buffers of the last one. begins: int64 [B], the first token of each
-    sequence. kept: from the first layer that ran on."""
+    """The tokens of one verify step; in graph buffers, those of the latest one. begins: int64 [B], the first token of
+    each sequence. kept: None until the first layer has run."""
 
     rows: RunRows
     begins: Int64Array
     kept: KeptInputs | None = None
 
     def run(self, pool: Tensor, layer: int, x: RecurrentInputs, shape: StateShape, output: Tensor) -> None:
-        """See step_states, of tokens 0, 1, … in order."""
+        """The same as step_states, for tokens 0, 1, … in order."""
         if self.kept is None:
             self.kept = KeptInputs.of(pool.shape[1], x.mixed.shape[0], shape, x.mixed.dtype, pool.device)
         kept = self.kept.part(slice(layer, layer + 1), slice(None))
@@ -76,14 +77,14 @@ class Runs:
         _advance(pool, layer, kept, shape, self.rows, output, x.skip)
 
     def run_again(self, pool: Tensor, sequence: int, count: int, shape: StateShape, rows: RunRows) -> None:
-        """All layers of the first `count` tokens of a sequence, whose rows these are, without their outputs."""
+        """Advances all layers by the first `count` tokens of a sequence, without outputs. rows: of these tokens."""
         assert self.kept is not None, "the step comes first"
         begin = int(self.begins[sequence])
         _advance(pool, 0, self.kept.part(slice(None), slice(begin, begin + count)), shape, rows, None)
 
 
 def again_rows(page: int, count: int) -> list[np.ndarray]:
-    """Arrays of RunRows: `count` tokens of the sequence that has `page`, which leave no snapshot."""
+    """The arrays of RunRows for `count` tokens of the sequence in `page`, without snapshots."""
     of_all = (np.full(count, value, np.int32) for value in (page, 1, -1))
     return [*of_all, np.arange(count, dtype=np.int32)]
 
@@ -112,8 +113,8 @@ def _advance(
     output: Tensor | None,
     skip: Tensor | None = None,
 ) -> None:
-    """Layers from `layer` on, as many as `kept` has. output None: of the first token's sequence alone, whose page may
-    be new: nothing is read before all earlier work is done."""
+    """Runs the layers in `kept`, of which the first is `layer`. output None: advances only the first token's sequence.
+    Its page may be new, so the kernel reads nothing before all earlier work is done."""
     count, heads = rows.pages.shape[0], Heads.of(shape)
     width = triton.next_power_of_2(heads.value_dim)
     block = min(VALUES, width)
@@ -136,7 +137,7 @@ def _run_conv(
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, DECAYS: tl.constexpr, DECAY_BLOCK: tl.constexpr,
     HEADS: tl.constexpr, HEAD_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Tails stay as they are: programs of other tokens read them, too."""
+    """Leaves tails unchanged, because programs of other tokens read them, too."""
     if PDL:
         # In this order: what the next kernel loads before its own wait is then there.
         gdc_wait()
@@ -183,8 +184,8 @@ def _run_rule(
     KEYS: tl.constexpr, WIDTH: tl.constexpr, VALUES: tl.constexpr, ROWS: tl.constexpr, FINDS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Programs of a sequence's first token compute all its tokens, those of others none. ROWS: at least num_rows.
-    VALUES: columns of a program, WIDTH: at least all."""
+    """The programs of a sequence's first token compute all its tokens. Programs of other tokens do nothing. ROWS: at
+    least num_rows. VALUES: columns of a program. WIDTH: at least the columns of a head."""
     parts: tl.constexpr = (VALUE_DIM + VALUES - 1) // VALUES
     row, head = tl.program_id(0) // (parts * VALUE_HEADS), tl.program_id(0) // parts % VALUE_HEADS
     part, layer = tl.program_id(0) % parts, tl.program_id(1).to(tl.int64)

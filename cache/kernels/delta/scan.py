@@ -1,4 +1,4 @@
-"""States from chunk to chunk, and what queries read from them."""
+"""Advances states from chunk to chunk, and reads them by the queries."""
 
 import triton
 import triton.language as tl
@@ -15,9 +15,9 @@ def scan_chunks(
     VALUES: tl.constexpr, WIDTH: tl.constexpr, CHUNK_FIELDS: tl.constexpr, SEQUENCE_FIELDS: tl.constexpr,
     PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program has WIDTH values of a state, which begins at STATE in an entry, of one head of a sequence. They stay in
-    registers from the first chunk to the last, and so does what is added: all products take them as rows from there,
-    and the other side from shared memory."""
+    """A program handles WIDTH values of one head's state of a sequence. STATE: the states' offset in an entry. The
+    state and what chunks add to it stay in registers from the first chunk to the last. They are the register operand of
+    all products. The other operand comes from shared memory."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()

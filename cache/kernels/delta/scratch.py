@@ -1,4 +1,4 @@
-"""What the kernels of chunks keep from one kernel of a layer to the next. Needs no Triton."""
+"""Intermediate results that the chunk kernels of a layer pass on. Needs no Triton."""
 
 from typing import NamedTuple
 
@@ -10,14 +10,16 @@ from tandem.cache.kernels.torch.delta_rule import CHUNK
 
 
 class Scratch(NamedTuple):
-    """Of m chunks and H value heads; K and V are the padded columns of a key and a value. Rows of no token are 0. In
-    the dtype of the model, but for `since` and `until`, which are float32.
+    """For m chunks and H value heads. K and V are the padded sizes of a key and a value. Rows without a token are 0.
+    since and until are float32, the others have the model's dtype.
 
-    mixed: [m, …], behind the convolution: q and k [key_heads, CHUNK, K] each, v [H, CHUNK, V]. w: [m, H, CHUNK, K].
-    added: [m, H, V, CHUNK], u, the values behind the chunk's own products. scores: [m, H, CHUNK, CHUNK]. since: [m,
-    H, CHUNK], the part of the state before the chunk that is left behind a token; where rows decay by themselves [m, H,
-    K], that behind the chunk. until: [m, H, CHUNK], the part of what a token adds that is left behind the chunk.
-    Without a delta rule w has no number, and until none where rows decay by themselves.
+    mixed: [m, …], after the convolution: q and k [key_heads, CHUNK, K] each, v [H, CHUNK, V].
+    w: [m, H, CHUNK, K]; empty without a delta rule.
+    added: [m, H, V, CHUNK], u: the values less the chunk's own products.
+    scores: [m, H, CHUNK, CHUNK].
+    since: [m, H, CHUNK], how much of the state before the chunk remains after each token; if rows decay separately,
+    [m, H, K], how much remains after the chunk.
+    until: [m, H, CHUNK], how much of each token's addition remains after the chunk; empty if rows decay separately.
     """
 
     mixed: Tensor
@@ -29,7 +31,7 @@ class Scratch(NamedTuple):
 
     @classmethod
     def of(cls, num_chunks: int, heads: Heads, dtype: torch.dtype, device: torch.device) -> "Scratch":
-        """Not filled."""
+        """Allocates, without values."""
         keys, values, each = heads.keys, heads.values, (num_chunks, heads.value_heads)
         mixed = num_chunks, CHUNK * (2 * heads.key_heads * keys + heads.value_heads * values)
         w, since, until = CHUNK * heads.is_delta, keys if heads.by_row else CHUNK, 0 if heads.by_row else CHUNK
@@ -40,5 +42,6 @@ class Scratch(NamedTuple):
 
 
 def most_chunks(num_tokens: int, num_sequences: int) -> int:
-    """Of a forward. Each sequence may have a chunk that is not full, and two more of those before snapshots."""
+    """The most chunks of a forward. Each sequence may have up to three short chunks: two before snapshots, and its
+    last."""
     return num_tokens // CHUNK + 3 * min(num_sequences, num_tokens)

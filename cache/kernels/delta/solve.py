@@ -1,4 +1,4 @@
-"""What the tokens of a chunk do to a state, whatever that is: of rules in which a head has one decay."""
+"""How a chunk's tokens change any state, for rules with one decay for each head."""
 
 import triton
 import triton.language as tl
@@ -17,8 +17,8 @@ def solve_chunks(
     LEVELS: tl.constexpr, CHUNK_FIELDS: tl.constexpr, SEQUENCE_FIELDS: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program has a value head of a chunk. WIDTH: columns of a key or a value at once. Rows of no token have strength
-    0 and k = 0, and decay nothing. LEVELS: 2 to their power is CHUNK. Tails of sequences that end here move on."""
+    """A program handles one value head of a chunk. WIDTH: columns of a key or value handled at once. Rows without a
+    token have strength 0, k = 0 and no decay. 2^LEVELS is CHUNK. It also moves the tails of sequences that end here."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -71,11 +71,12 @@ def solve_chunks(
 
 @triton.jit
 def invert_unit_lower(strict, SIZE: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
-    """The inverse of I + strict, which is lower triangular, [SIZE, SIZE]. LEVELS: 2 to their power is SIZE.
+    """The inverse of the lower triangular matrix I + strict, [SIZE, SIZE]. 2^LEVELS is SIZE.
 
-    The inverse of blocks of two rows is I - strict. Of two neighbours with the inverses A and B, and C below A, the
-    inverse has -B C A below A. All its numbers are at most about 1, for they are what one token is of another behind
-    steps that make a state no larger. So float16, unless PRECISION is that of float32, is as exact as tf32.
+    The inverse of a block of two rows is I - strict. If two neighbouring blocks have the inverses A and B, and C is the
+    block below A, then the joint inverse has -B C A there. All its numbers are at most about 1: they say how much of
+    one token is left in another, and no step enlarges a state. So float16 is as exact as tf32. It is used unless
+    PRECISION is that of float32.
     """
     row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
     dtype: tl.constexpr = tl.float32 if PRECISION == "ieee" else tl.float16  # pyright: ignore[reportAssignmentType]
@@ -89,6 +90,6 @@ def invert_unit_lower(strict, SIZE: tl.constexpr, LEVELS: tl.constexpr, PRECISIO
 
 @triton.jit
 def meet(row, column, LEVEL: tl.constexpr):
-    """Whether a row is in the second half, and a column in the first, of the same 2^(LEVEL + 1) rows."""
+    """Whether, within a block of 2^(LEVEL + 1) rows, the row is in the second half and the column in the first."""
     later, first = row >> LEVEL, column >> LEVEL
     return (later == first + 1) & ((first & 1) == 0)

@@ -1,9 +1,9 @@
-"""What the tokens of a chunk do to a state, whatever that is: of a delta rule in which each row of a state has a decay.
+"""How a chunk's tokens change any state, for a delta rule in which each row of a state has its own decay.
 
-Products of two tokens i > j have a decay for each key dimension, exp(total_i - total_j). A product of matrices wants
-it as one factor of i and one of j. With any row r in between, exp(total_i - total_r) and exp(total_r - total_j) are at
-most 1, and nothing overflows, however fast a state decays. So chunks are halved again and again: at each level the
-tokens of a second half meet those of the first, and r is the last of these.
+The product of two tokens i > j decays by exp(total_i - total_j) in each key dimension. A matrix product needs that as a
+factor of i times a factor of j. For any row r between j and i, exp(total_i - total_r) and exp(total_r - total_j) are at
+most 1, so nothing overflows, however fast a state decays. So the chunk is halved repeatedly. Each level multiplies the
+tokens of a second half by those of the first half, and r is the last row of the first half.
 """
 
 import triton
@@ -24,8 +24,8 @@ def solve_row_chunks(
     LEVELS: tl.constexpr, CHUNK_FIELDS: tl.constexpr, SEQUENCE_FIELDS: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """See solve_chunks. A key head serves one value head. In the place of q and k stand then q as it reads the state
-    before the chunk, and k as it writes the state behind."""
+    """See solve_chunks. Each key head has one value head. It replaces q by q as it reads the state before the chunk,
+    and k by k as it writes the state after it."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -82,7 +82,7 @@ def solve_row_chunks(
 
 @triton.jit
 def _at_half(total, CHUNK: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr):
-    """Of each row the last row of the first half of the 2 · HALF rows around it. total: [CHUNK, WIDTH]."""
+    """For each row, the last row of the first half of its block of 2 · HALF rows. total: [CHUNK, WIDTH]."""
     pairs = tl.reshape(total, (CHUNK // (2 * HALF), 2 * HALF, WIDTH))
     is_last = tl.arange(0, 2 * HALF)[None, :, None] == HALF - 1
     last = tl.expand_dims(tl.sum(tl.where(is_last, pairs, 0.0), 1), 1)

@@ -1,7 +1,7 @@
-"""One new token of each of several sequences through convolution and rule of a state, in two Triton kernels.
+"""Decode steps of recurrent layers: convolution and state update of one token of each sequence, in two Triton kernels.
 
-The first one computes the convolutions, and moves the tails on. The second one reads each state once, while the first
-one still runs, and writes it once: a step takes as long as that.
+The first kernel convolves and moves the tails. The second one reads each state once, while the first one still runs,
+and writes it once. A step takes about as long as this traffic.
 """
 
 from typing import Any, NamedTuple
@@ -21,9 +21,9 @@ CHANNELS, VALUES = 512, 32  # of a program: of the convolution, and columns of a
 
 
 class StepRows(NamedTuple):
-    """Of n rows, all int32 [n]: the page of each, negative for padding; 0 in `behind` where nothing is behind the row's
-    sequence yet, so that its page means nothing; the page of the snapshot behind the row's token, negative for none;
-    and each row's token. tokens None: row i has token i."""
+    """n rows, int32 [n] each: the page, negative for padding; `behind`, 0 if the sequence has no earlier token, so that
+    its page has no content yet; the page of the snapshot after the token, negative for none; and the token's index.
+    tokens None: row i has token i."""
 
     pages: Tensor
     behind: Tensor
@@ -34,8 +34,8 @@ class StepRows(NamedTuple):
 def step_states(
     pool: Tensor, layer: int, x: RecurrentInputs, shape: StateShape, rows: StepRows, output: Tensor
 ) -> None:
-    """output [T, value_heads, value_dim], contiguous, in the dtype of x.mixed, at the rows' tokens; 0 for padding. The
-    rows' entries change in place, and snapshots are written.
+    """Returns the outputs [T, value_heads, value_dim], contiguous, in the dtype of x.mixed; 0 for padding. It updates
+    the rows' entries in place and writes snapshots.
 
     pool: float32 [num_pages, layers, 1, 1, 1, numbers], contiguous, see StateShape. x.mixed: any stride of tokens.
     """
@@ -63,7 +63,7 @@ def _step_conv(
     mixed, conv, bias, output, pool, pages, behind, kept, tokens, mixed_token, page_elements, layer_elements,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, IN_ORDER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program has some channels of a row, whose tail only it reads and writes."""
+    """A program handles some channels of a row. No other program reads or writes their tail."""
     if PDL:
         # In this order: what the next kernel loads before its own wait is then there.
         gdc_wait()
@@ -99,14 +99,14 @@ def _step_conv(
 
 @triton.jit
 def silu_rounded(total, dtype: tl.constexpr):
-    """Rounds before and after, as torch does."""
+    """SiLU, rounded before and after as torch does."""
     exact = total.to(dtype).to(tl.float32)
     return (exact / (1.0 + tl.exp(-exact))).to(dtype)
 
 
 @triton.jit
 def place_in_state(key, value, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, IS_DELTA: tl.constexpr):
-    """Of a number in a state, which has a row for each key dimension by a delta rule, for each value dimension else."""
+    """The offset of a number in a state. Its rows are key dimensions with a delta rule, otherwise value dimensions."""
     return key * VALUE_DIM + value if IS_DELTA else value * KEY_DIM + key
 
 
@@ -119,7 +119,7 @@ def _step_rule(
     BY_ROW: tl.constexpr,
     KEYS: tl.constexpr, VALUES: tl.constexpr, IN_ORDER: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program has some values of one head's state; states begin at STATE in an entry."""
+    """A program handles some values of one head's state. STATE: the states' offset in an entry."""
     parts: tl.constexpr = (VALUE_DIM + VALUES - 1) // VALUES
     row, head = tl.program_id(0) // (parts * VALUE_HEADS), tl.program_id(0) // parts % VALUE_HEADS
     key, value = tl.arange(0, KEYS), tl.program_id(0) % parts * VALUES + tl.arange(0, VALUES)

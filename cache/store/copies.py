@@ -1,4 +1,4 @@
-"""Copies between a cache's pools and a store's memory, beside the forwards, and who waits for them."""
+"""Copies between a cache's pools and a store's memory, in parallel with forwards, and the waits for them."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -9,13 +9,13 @@ from torch import Tensor
 
 from tandem.cache.plan.arrays import Int32Array
 
-FORGET = 0.8  # what earlier copies count beside the newest
-MOST_BYTES = 8 << 30  # under way at once; then the host waits for the oldest copies
+FORGET = 0.8  # weight of earlier copies in the measured rate, after each new one
+MOST_BYTES = 8 << 30  # copied at once; beyond that the host waits for the oldest copies
 
 
 class Moves(NamedTuple):
-    """Whole pages of one layer group that are copied: between pages[i] of its pool and slots[i] of the store's memory;
-    int32 [n] each."""
+    """Whole pages of one layer group to copy, between pages[i] of its pool and slots[i] of the store's memory; int32
+    [n] each."""
 
     group: int
     pages: Int32Array
@@ -23,57 +23,56 @@ class Moves(NamedTuple):
 
 
 class Copy(Protocol):
-    """Copies that were queued together. A stage is a run of layers; each has its own end."""
+    """Copies that were queued together. A stage is a run of layers, whose end can be awaited separately."""
 
     def is_done(self) -> bool: ...
 
     def wait(self, stage: int | None = None) -> None:
-        """What is launched on the current stream from now on runs after these copies; stage: after those of this stage
-        and of earlier ones."""
+        """Makes the current stream wait for these copies; stage: only for this stage and earlier ones."""
         ...
 
     def finish(self) -> None:
-        """Blocks the host until they are done."""
+        """Blocks the host until the copies are done."""
         ...
 
     @property
     def seconds(self) -> float:
-        """How long they took, once they are done; 0: nobody knows."""
+        """The time that they took, once they are done; 0 if unknown."""
         ...
 
 
 class Lanes(Protocol):
-    """Where copies are queued. There is one lane for each direction, which makes its copies in order."""
+    """Queues of copies, one for each direction. Each runs its copies in order."""
 
     def copy(
         self, moves: Sequence[Moves], behind: Sequence[Copy], *, up: bool, last: Callable[[], None] | None = None
     ) -> Copy:
-        """Queues copies: up into the pools, else into the store's memory. They run after what was launched on the
-        current stream so far, and after `behind`. last: launches what is to follow them on their lane."""
+        """Queues copies, up into the pools or down into the store's memory. They run after everything launched on the
+        current stream so far, and after `behind`. last: launches work that follows them on their lane."""
         ...
 
 
 class Arrivals:
-    """The layers of pages that come up, for one forward, which computes its layers in order."""
+    """Lets one forward, which computes its layers in order, wait for pages that are copied up layer by layer."""
 
     def __init__(self, copy: Copy, begins: Sequence[int]) -> None:
         """begins: the first layer of each stage."""
         self._copy, self._begins, self._waited = copy, begins, 0
 
     def wait(self, layer: int) -> None:
-        """What is launched from now on runs after the copies of `layer`, and of those before it."""
+        """Makes the current stream wait for the copies of `layer` and of earlier layers."""
         while self._waited < len(self._begins) and self._begins[self._waited] <= layer:
             self._copy.wait(self._waited)
             self._waited += 1
 
 
 class PageCopies:
-    """Copies under way, by the pages and slots that they read or write. Owned by the thread that owns the pools.
+    """The copies under way, by the pages and slots that they read or write. Owned by the thread that owns the pools.
 
         forward ──writes──► page ──down──► slot          a page's next write waits for its copy down
         forward ◄──reads─── page ◄───up─── slot          a slot's next write waits for its copy up
 
-    Copies wait for each other by themselves. A forward waits by wait_for() and arrivals(), a peer by mark().
+    Copies are ordered among themselves. A forward waits by wait_for() and arrivals(), a peer by mark().
     """
 
     def __init__(
@@ -84,14 +83,15 @@ class PageCopies:
         page_bytes: Sequence[int] = (),
         begins: Sequence[int] = (0,),
     ) -> None:
-        """num_pages, num_slots, page_bytes: of each layer group. begins: the first layer of each stage of copies up."""
+        """num_pages, num_slots, page_bytes: for each layer group. begins: the first layer of each stage of copies
+        up."""
         self._lanes, self._page_bytes, self._begins = lanes, page_bytes, begins
-        self._pages = [np.zeros(count, np.int64) for count in num_pages]  # of each the number of its newest copy
-        self._up = [np.zeros(count, np.int64) for count in num_pages]  # of each that of its newest copy up
+        self._pages = [np.zeros(count, np.int64) for count in num_pages]  # the number of each page's newest copy
+        self._up = [np.zeros(count, np.int64) for count in num_pages]  # the same for copies up
         self._slots = [np.zeros(count, np.int64) for count in num_slots]
         self._under_way: dict[int, QueuedCopy] = {}  # by number
         self._num_bytes = self._number = 0
-        self._past_bytes = self._past_seconds = 0.0  # of copies up, later ones more than earlier ones
+        self._past_bytes = self._past_seconds = 0.0  # of copies up; newer ones weigh more
 
     @property
     def pending(self) -> bool:
@@ -110,8 +110,8 @@ class PageCopies:
         self._queue(moves, self._lanes.copy(moves, self._touching(moves), up=True), up=True)
 
     def follow(self, group: int, source: Int32Array, target: Int32Array, action: Callable[[], None]) -> None:
-        """Launches an action that reads pages `source` and writes pages `target`, int32 [n] both. Where these are on
-        their way up, it follows them on their lane, and the targets count as on their way, too."""
+        """Launches an action that reads pages `source` and writes pages `target`, int32 [n] both. If the sources are
+        still being copied up, the action follows on their lane, and the targets count as being copied up, too."""
         if not self.pending or not self.newest(group, source):
             self.wait_for(group, target)
             action()
@@ -121,24 +121,24 @@ class PageCopies:
         self._queue(moves, self._lanes.copy([], self._touching(moves), up=True, last=action), up=True)
 
     def wait_for(self, group: int, pages: Int32Array) -> None:
-        """What is launched on the current stream from now on runs after all copies that read or write these pages."""
+        """Makes the current stream wait for all copies that read or write these pages."""
         if self._under_way and pages.size:
             for copy in self._of(self._pages[group], pages):
                 copy.wait()
 
     def newest(self, group: int, pages: Int32Array) -> int:
-        """The number of the newest copy up under way of these pages, which comes behind earlier ones; 0: there is
-        none."""
+        """The number of the newest copy up of these pages that is under way; 0 without one. It ends after earlier
+        ones."""
         number = int(self._up[group][pages].max(initial=0)) if self._under_way else 0
         return number if number in self._under_way else 0
 
     def arrivals(self, number: int) -> Arrivals | None:
-        """Of copies up until that number, for a forward that reads the pages; None where all are there."""
+        """Lets a forward wait for copies up to this number; None if they are done."""
         found = self._under_way.get(number)
         return None if found is None else Arrivals(found.copy, self._begins)
 
     def wait_until(self, number: int) -> None:
-        """What is launched on the current stream from now on runs after the copies up until that number."""
+        """Makes the current stream wait for the copies up to this number."""
         if number in self._under_way:
             self._under_way[number].copy.wait()
 
@@ -153,11 +153,11 @@ class PageCopies:
             copy.finish()
 
     def is_past(self, number: int) -> bool:
-        """Whether the copies of that number are done."""
+        """Whether the copy with this number is done."""
         return number not in self._under_way or self._under_way[number].copy.is_done()
 
     def mark(self) -> Callable[[], bool] | None:
-        """Says whether all copies that are queued by now are done; None where they are."""
+        """A function that tells whether all copies queued so far are done; None if they already are."""
         if not self.pending:
             return None
         copies = [queued.copy for queued in self._under_way.values()]
@@ -165,7 +165,7 @@ class PageCopies:
 
     @property
     def rate(self) -> float:
-        """Bytes a second that copies up have moved lately; 0 before the first."""
+        """Recent bytes a second of copies up; 0 before the first one."""
         return self._past_bytes / self._past_seconds if self._past_seconds else 0.0
 
     def _touching(self, moves: Sequence[Moves]) -> list[Copy]:
@@ -176,7 +176,7 @@ class PageCopies:
         return list({id(copy): copy for copies in found for copy in copies}.values())
 
     def _of(self, numbers: np.ndarray, places: Int32Array) -> list[Copy]:
-        """Those under way that read or write these places."""
+        """The copies under way that read or write these pages or slots. numbers: of the newest copy of each."""
         found = np.unique(numbers[places]).tolist()
         return [self._under_way[number].copy for number in found if number in self._under_way]
 
@@ -211,7 +211,7 @@ class QueuedCopy(NamedTuple):
 
 
 class MadeCopy(NamedTuple):
-    """A Copy that was made at once."""
+    """A Copy that is already done."""
 
     seconds: float
 
@@ -226,10 +226,10 @@ class MadeCopy(NamedTuple):
 
 
 class DirectLanes:
-    """Makes copies at once, on a CPU."""
+    """Copies synchronously, on a CPU."""
 
     def __init__(self, pools: Sequence[Tensor] = (), memory: Sequence[Tensor] = ()) -> None:
-        """Of each layer group its pool [num_pages, n], and [num_slots, n] of the store's memory."""
+        """For each layer group, its pool [num_pages, n] and its part of the store's memory [num_slots, n]."""
         self._pools, self._memory = pools, memory
 
     def copy(
@@ -250,4 +250,4 @@ class DirectLanes:
 
 
 NO_COPIES = PageCopies(DirectLanes())
-"""Of a cache without a store."""
+"""For a cache without a store."""

@@ -1,4 +1,4 @@
-"""Sums by which pages that come back are compared with what was put."""
+"""Checksums that show whether pages that come back from a store have changed."""
 
 from collections.abc import Sequence
 
@@ -13,8 +13,8 @@ WEIGHT_SEED = 1
 
 
 class PageSums:
-    """Of one shelf, by slot, on the pool's device: Σ word · odd weight modulo 2⁶⁴, which one changed word always
-    changes."""
+    """The checksums of one shelf, by slot, on the pool's device: Σ word · odd weight modulo 2⁶⁴. A single changed word
+    always changes it."""
 
     def __init__(self, pool: Tensor, num_slots: int) -> None:
         """pool: [num_pages, n], see words_of."""
@@ -24,7 +24,7 @@ class PageSums:
         self._sums = torch.zeros(num_slots, dtype=torch.int64, device=pool.device)
 
     def note(self, pages: Int32Array, slots: Int32Array) -> None:
-        """slots[i] gets what is in pages[i]; int32 [n] both."""
+        """Stores the checksum of pages[i] for slots[i]; int32 [n] both."""
         for page, slot in zip(pages.tolist(), slots.tolist(), strict=True):
             self._sums[slot] = self._sum(page)
 
@@ -38,7 +38,7 @@ class PageSums:
         self._sums[slot] = total
 
     def are_bad(self, pages: Int32Array, slots: Sequence[int]) -> list[bool]:
-        """Whether pages[i] is not what slots[i] got. Waits for the device."""
+        """Whether pages[i] differs from what went to slots[i]. Waits for the device."""
         return [bool(self._sum(page) != self._sums[slot]) for page, slot in zip(pages.tolist(), slots, strict=True)]
 
     def _sum(self, page: int) -> Tensor:
@@ -46,7 +46,7 @@ class PageSums:
 
 
 def words_of(pool: Tensor) -> Tensor:
-    """[num_pages, n]: int64 where a page is some of these, else bytes."""
+    """[num_pages, n]: pages as int64, or as bytes if their size is no multiple of 8."""
     pages = pool.view(torch.uint8).view(pool.shape[0], -1)
     return pages.view(torch.int64) if pages.shape[1] % 8 == 0 else pages
 

@@ -1,4 +1,4 @@
-"""Copies of whole sequences in host memory: those that gave their pages up for others, and will go on."""
+"""Parked sequences in host memory: they gave up their pages to others, and continue later."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -10,11 +10,11 @@ from torch import Tensor
 from tandem.cache.plan.arrays import Int32Array
 from tandem.cache.plan.errors import InvalidArgument
 
-ALIGNMENT = 64  # bytes; of the slots of a group
+ALIGNMENT = 64  # of a group's slots, in bytes
 
 
 class ParkedCounts(NamedTuple):
-    """Sequences that a store has, and bytes: those that they take, and its capacity."""
+    """Sequences in a store, the bytes that they take, and its capacity in bytes."""
 
     sequences: int = 0
     used: int = 0
@@ -23,10 +23,10 @@ class ParkedCounts(NamedTuple):
 
 class ParkedStore:
     """Slots for pages of each layer group, in one buffer, which is pinned on a GPU host. Copies are queued on the
-    current stream. What a sequence has here stays until it is dropped."""
+    current stream. A sequence keeps its slots until drop()."""
 
     def __init__(self, pools: Sequence[Tensor], num_slots: Sequence[int]) -> None:
-        """pools: of each layer group, see PagedKVCache. num_slots: pages that it holds of each."""
+        """pools: one for each layer group, see PagedKVCache. num_slots: pages of each group that it can hold."""
         if len(num_slots) != len(pools) or min(num_slots) < 0:
             raise InvalidArgument(f"num_slots is {tuple(num_slots)}; {len(pools)} counts of at least 0 are accepted")
         self._pools = [pool.view(torch.uint8).view(pool.shape[0], -1) for pool in pools]
@@ -45,25 +45,25 @@ class ParkedStore:
         return sequence in self._slots
 
     def fits(self, counts: Sequence[int]) -> bool:
-        """Whether there is room for so many pages of each group."""
+        """Whether there is room for this many pages of each group."""
         return all(count <= len(free) for count, free in zip(counts, self._free, strict=True))
 
     def put(self, sequence: int, pages: Sequence[Int32Array]) -> None:
-        """Copies these pages, int32 [n] of each group, which fit. What is launched on the current stream afterwards may
-        overwrite them; a peer may once the device is past the copies."""
+        """Copies a sequence's pages, int32 [n] of each group; see fits(). Later work on the current stream may
+        overwrite the pages. A peer may do so once the device has made the copies."""
         slots = self._slots[sequence] = [[free.pop() for _ in ids] for free, ids in zip(self._free, pages, strict=True)]
         for memory, pool, own, ids in zip(self._memory, self._pools, slots, pages, strict=True):
             for slot, page in zip(own, ids.tolist(), strict=True):
                 memory[slot].copy_(pool[page], non_blocking=True)
 
     def fetch(self, sequence: int, pages: Sequence[Int32Array]) -> None:
-        """Copies them into as many pages of each group, in the same order."""
+        """Copies a sequence back into as many pages of each group, in the same order."""
         for memory, pool, own, ids in zip(self._memory, self._pools, self._slots[sequence], pages, strict=True):
             for slot, page in zip(own, ids.tolist(), strict=True):
                 pool[page].copy_(memory[slot], non_blocking=True)
 
     def drop(self, sequence: int) -> None:
-        """Its slots are free. Idempotent."""
+        """Frees a sequence's slots. Idempotent."""
         for free, own in zip(self._free, self._slots.pop(sequence, ()), strict=False):
             free += reversed(own)
 

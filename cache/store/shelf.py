@@ -1,18 +1,18 @@
-"""Which pages of one layer group a store has, and in which of its slots."""
+"""Which pages of one layer group a store has, and in which slots: an LRU cache."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
 
 class Shelf:
-    """Slots by the digests of their pages, the least recently used of which give way. A page stays when it is fetched:
-    one that is evicted again is not copied again."""
+    """Slots by the digests of their pages. The least recently used pages are evicted. A page stays here when it is
+    fetched, so it need not be copied again when the pool evicts it again."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self._slots: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._next = 0  # the first slot that was never used
-        self._free = list[int]()  # those that were, and are not now
+        self._free = list[int]()  # slots that were used and are free now
         self._held = frozenset[bytes]()
         self.reserved: dict[bytes, int] = {}
         """Slots of pages that are yet to come; to be read only."""
@@ -25,11 +25,11 @@ class Shelf:
         return digest in self._slots
 
     def digests(self) -> list[bytes]:
-        """All of them."""
+        """The digests of all pages."""
         return list(self._slots)
 
     def slots(self, digests: Iterable[bytes]) -> list[int]:
-        """Of known ones."""
+        """The slots of pages that are here."""
         return [self._slots[digest] for digest in digests]
 
     def adopt(self, slots: dict[bytes, int]) -> None:
@@ -38,14 +38,14 @@ class Shelf:
         self._free = sorted(set(range(self._next)) - set(slots.values()), reverse=True)
 
     def hold(self, digests: Sequence[bytes]) -> None:
-        """Until the next call put() gives none of these up. They become the last used, the first of them last."""
+        """Protects these pages from eviction until the next call. They count as just used, the first one last."""
         known = [digest for digest in digests if digest in self._slots]
         for digest in reversed(known):
             self._slots.move_to_end(digest)
         self._held = frozenset(known)
 
     def put(self, digest: bytes) -> int | None:
-        """The slot for a new page; None: it is known, or nothing may give way."""
+        """The slot for a new page; None if the page is here already, or no page may be evicted."""
         if digest in self._slots:
             self._slots.move_to_end(digest)
             return None
@@ -87,6 +87,6 @@ class Shelf:
         self._forgotten.append(digest)
 
     def take_forgotten(self) -> list[bytes]:
-        """Those that were dropped since the last call."""
+        """The digests of pages that were dropped since the last call."""
         forgotten, self._forgotten = self._forgotten, []
         return forgotten

@@ -1,4 +1,4 @@
-"""Copies on two CUDA streams of their own, made by copy engines."""
+"""Copies by the copy engines, on two CUDA streams."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,11 +11,11 @@ from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.store.copies import Copy, Moves
 
 MOST_STAGES = 8
-LEAST_BYTES = 128 << 10  # of a page in one stage, on average: a link is slow with smaller ones
+LEAST_BYTES = 128 << 10  # of a page in one stage, on average; links are slow with smaller copies
 
 
 def stages_of(layers: Sequence[Sequence[int]], page_bytes: Sequence[int]) -> list[int]:
-    """The first layer of each stage in which pages come up. layers: those of each layer group."""
+    """The first layer of each stage of copies up. layers: of each layer group."""
     count = 1 + max(layer for group in layers for layer in group)
     stages = min(max(sum(page_bytes) // LEAST_BYTES, 1), MOST_STAGES, count)
     return sorted({stage * count // stages for stage in range(stages)})
@@ -48,7 +48,7 @@ class StreamCopy:
 
 
 class StreamLanes:
-    """Lanes on a GPU. The store's memory is pinned wherever copies reach it."""
+    """Lanes on a GPU. The store's memory must be pinned where they copy."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class StreamLanes:
         layers: Sequence[Sequence[int]],
         begins: Sequence[int],
     ) -> None:
-        """pools: [num_pages, layers of the group, …] of each layer group. memory: [num_slots, n] of each, pages as
-        bytes. layers: those of each group. begins: the first layer of each stage."""
+        """pools: [num_pages, layers of the group, …] for each layer group. memory: [num_slots, n] for each, pages as
+        bytes. layers: of each group. begins: the first layer of each stage."""
         self._device = pools[0].device
         self._streams = [torch.cuda.Stream(self._device) for _ in range(2)]
         self._pools, self._memory = ([one.data_ptr() for one in each] for each in (pools, memory))
@@ -88,7 +88,7 @@ class StreamLanes:
         return StreamCopy(began, events)
 
     def _part(self, moves: Moves, stage: int | None) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Addresses in memory and in the pool, and bytes, of a stage; None: of all layers."""
+        """Addresses in memory and in the pool, and byte counts, for a stage; None: for all layers."""
         group, (begin, end) = moves.group, (0, self._page_bytes[moves.group])
         if stage is not None:
             begin, end = self._cuts[group][stage : stage + 2]
@@ -105,6 +105,6 @@ class StreamLanes:
 
 
 def strips(layers: Sequence[int], page_bytes: int, begins: Sequence[int]) -> list[int]:
-    """Where in a page of these layers each stage begins, in bytes, and where the last one ends."""
+    """The byte at which each stage begins in a page of these layers, and the end of the last one."""
     each = page_bytes // len(layers)
     return [each * sum(layer < begin for layer in layers) for begin in begins] + [page_bytes]

@@ -1,4 +1,4 @@
-"""Memory of the host for copies of pages, which a GPU's copy engines reach once it is pinned."""
+"""Host memory for copies of pages. A GPU's copy engines can use it once it is pinned."""
 
 import logging
 import mmap
@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 log = logging.getLogger(__name__)
-OS_PAGE = 4096  # a shelf begins one; two pieces share none
+OS_PAGE = 4096  # shelves are aligned to it, and pieces share none
 PIECE_BYTES = 256 << 20
 PORTABLE = 1  # cudaHostRegisterPortable
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Slots of one shelf that are pinned at once: bytes begin … end of all memory. slots: how many the shelf has up to
-    its end."""
+    """Slots of one shelf that are pinned together: bytes begin … end of all memory. slots: the shelf's slots up to its
+    end."""
 
     shelf: int
     slots: int
@@ -31,8 +31,8 @@ class Piece:
 
 @dataclass(eq=False)
 class Pinning:
-    """What the thread that pins has done so far. slots: that may be used, of each shelf. begun: where each pinned piece
-    begins. error: why it went no further."""
+    """Progress of the pinning thread. slots: usable slots of each shelf. begun: the first byte of each pinned piece.
+    error: why it stopped early."""
 
     slots: list[int]
     begun: list[int] = field(default_factory=list)
@@ -67,12 +67,12 @@ class Pinning:
 class HostMemory:
     """`[num_slots, slot_bytes]` for each shelf, in one mapping that takes no memory before it is used.
 
-    For a GPU a thread pins it piece by piece, all shelves in proportion, while the worker starts and after. torch's own
-    pinned memory would be rounded up to a power of two.
+    For a GPU, a thread pins it piece by piece during the worker's start and after, all shelves in proportion. torch
+    would round the size of pinned memory up to a power of two.
     """
 
     def __init__(self, num_slots: Sequence[int], slot_bytes: Sequence[int], device: torch.device) -> None:
-        """device: of the pools. MemoryError where the host has less."""
+        """device: of the pools. MemoryError if the host has less memory."""
         sizes = [-(-count * size // OS_PAGE) * OS_PAGE for count, size in zip(num_slots, slot_bytes, strict=True)]
         begins = np.cumsum([0, *sizes]).tolist()
         self.memory = _map(max(begins[-1], 1))
@@ -97,7 +97,7 @@ class HostMemory:
             thread.start()
 
     def await_slot(self, shelf: int, slot: int) -> None:
-        """Returns once copies may reach a slot. MemoryError where the host could pin no more."""
+        """Waits until copies may use a slot. MemoryError if the host could not pin it."""
         pinning = self._pinning
         if slot < pinning.slots[shelf]:
             return
@@ -108,17 +108,17 @@ class HostMemory:
 
     @property
     def pinned(self) -> tuple[int, ...]:
-        """Slots of each shelf that copies reach by now."""
+        """Slots of each shelf that copies may use now."""
         return tuple(self._pinning.slots)
 
     @property
     def is_pinned(self) -> bool:
-        """Whether all of it may be used."""
+        """Whether copies may use all slots."""
         return all(pinned == len(shelf) for pinned, shelf in zip(self.pinned, self.shelves, strict=True))
 
 
 def pieces_of(shelf: int, begin: int, num_slots: int, slot_bytes: int) -> list[Piece]:
-    """Of a shelf at byte `begin`: whole slots, of which none but the last ends within a page of the system."""
+    """The pieces of a shelf at byte `begin`. They have whole slots. All but the last end at a page of the system."""
     step = OS_PAGE // gcd(slot_bytes, OS_PAGE)
     each = max(PIECE_BYTES // (slot_bytes * step), 1) * step
     firsts = range(0, num_slots, each)
@@ -136,7 +136,7 @@ def _map(num_bytes: int) -> Tensor:
         raise MemoryError(
             f"cache.host_bytes: this host has no {num_bytes} bytes left; fewer are accepted: {error}"
         ) from error
-    mapped.madvise(mmap.MADV_DONTFORK)  # a child's copy would part this process from the pages that are pinned
+    mapped.madvise(mmap.MADV_DONTFORK)  # after a fork, copy-on-write would replace the pinned pages
     return torch.from_numpy(np.frombuffer(mapped, np.uint8))
 
 

@@ -21,7 +21,7 @@ PHASES = {
     "builds": "waiting for kernels that are being compiled",
     "island": "opening the workers' memory to each other",
     "kernels": "warming up kernels; those that no start has compiled here take minutes on a GPU",
-    "gateway": "opening the gateway's ports",
+    "gateway": "opening the gateway's ports, and warming up",
     "replacement": "taking over from the running cluster",
 }
 

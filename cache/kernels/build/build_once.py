@@ -64,15 +64,18 @@ def locked(path: Path, seconds: float, wait: Callable[[], object] = lambda: None
     """Holds the lock of a file, which is made and stays. No two processes or threads of a host hold it at once.
 
     Yields whether it is held: False after `seconds` in which others held it. wait: called before each new attempt; what
-    it raises comes through. OSError where the file cannot be written. The kernel releases the lock of a process that
-    ends.
+    it raises comes through. OSError if the file is not there and cannot be made. The kernel releases the lock of a
+    process that ends. On a file system without locks several may hold it.
     """
     deadline = time.monotonic() + seconds
-    with path.open("a") as file:
-        while not (held := _take(file.fileno())) and time.monotonic() < deadline:
+    file = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)  # another user of the folder may have made it
+    try:
+        while not (held := _take(file)) and time.monotonic() < deadline:
             wait()
             time.sleep(LOCK_POLL_SECONDS)
         yield held
+    finally:
+        os.close(file)
 
 
 def _take(file: int) -> bool:
@@ -80,6 +83,8 @@ def _take(file: int) -> bool:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError:
+        log.debug("the file system of compiled kernels has no locks", exc_info=True)
     return True
 
 

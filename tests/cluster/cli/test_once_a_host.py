@@ -1,5 +1,7 @@
 """Who compiles on a host, and when: by builders that only write files."""
 
+import errno
+import fcntl
 import subprocess
 import sys
 import threading
@@ -9,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem.cache.kernels.build.build_once import KERNEL_CACHE, build_once
+from tandem.cache.kernels.build.build_once import KERNEL_CACHE, build_once, locked
 from tandem.cache.kernels.build.side_by_side import Build
 from tandem.cluster.cli.kernels import builds, once_a_host
 from tandem.cluster.cli.kernels.builds import Check, Running, Say
@@ -177,6 +179,24 @@ def test_a_file_is_made_by_one_process_and_others_wait_for_it(tmp_path: Path) ->
         goes_on.set()
         (there,) = {call.result(30) for call in calls}
     assert there.read_text() == str(*made)
+
+
+def test_a_lock_that_another_user_made_and_a_file_system_without_locks_hold_nobody_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = tmp_path / "lock"
+    lock.touch()
+    lock.chmod(0o444)
+    with locked(lock, 0.0) as held, locked(lock, 0.0) as again:
+        assert (held, again) == (True, False)
+
+    def flock(file: int, kind: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with locked(lock, 0.0) as held, locked(lock, 0.0) as again:
+        assert held
+        assert again
 
 
 def test_a_build_that_fails_is_tried_by_those_who_waited(tmp_path: Path) -> None:

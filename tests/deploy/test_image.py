@@ -4,10 +4,12 @@ import asyncio
 import re
 import shutil
 import subprocess
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
 import trustme
+from packaging.requirements import Requirement
 
 from tandem.cluster.cli.kernels.plan import TARGETS
 from tandem.cluster.credentials import ServerSecurity
@@ -16,7 +18,7 @@ from tandem.cluster.frontends.http.monitoring import Monitoring
 from tandem.cluster.frontends.http.server import HttpServer
 from tandem.cluster.requests.call_limit import CallLimit
 from tests.deploy.dockerfile import findings, healthcheck, stages
-from tests.deploy.known import DEPLOY, EXTRAS, PINS, VERSION
+from tests.deploy.known import DEPLOY, EXTRAS, PINS, PROJECT, VERSION
 
 TEXT = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
 IGNORED = (DEPLOY / "Dockerfile.dockerignore").read_text(encoding="utf-8")
@@ -61,9 +63,14 @@ def test_an_error_in_it_is_found(before: str, after: str, finding: str) -> None:
     assert any(finding in found for found in findings(TEXT.replace(before, after), IGNORED))
 
 
-def test_torch_chooses_its_triton() -> None:
-    """Its CUDA builds ask for one version, and beside a pin of another pip would install nothing."""
-    assert "triton" not in PINS
+def test_torch_and_the_pins_ask_for_one_triton() -> None:
+    """pip installs nothing where a CUDA build of torch asks for another version than constraints.txt has."""
+    asked = [Requirement(text) for text in requires("torch") or () if text.startswith("triton")]
+    assert all(one.specifier.contains(PINS["triton"]) for one in asked)
+    assert (PINS["torch"], PINS["triton"]) == ("2.13.0", "3.7.1"), "which one does this torch ask for?"
+    project = PROJECT["project"]
+    named = [*project["dependencies"], *(text for extra in project["optional-dependencies"].values() for text in extra)]
+    assert not [text for text in named if "triton==" in text]
 
 
 def test_a_context_that_takes_everything_is_found() -> None:

@@ -1,17 +1,25 @@
 """The wheel: it is built without a compiler, has every file that is not Python, and its command line runs from it."""
 
+import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import Distribution, distribution
 from pathlib import Path, PurePosixPath
+from urllib.request import Request, urlopen
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from tandem.cache.extras import DISTRIBUTION
-from tests.deploy.known import ROOT, VERSION
+from tests.deploy.known import PROJECT, ROOT, VERSION
 
 FOLDERS = ("cache", "transfer", "workers", "cluster", "proto", "deploy")
 ALL = (*FOLDERS, "pyproject.toml", "LICENSE")
@@ -48,16 +56,47 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of programs of a new environment, in which tandem comes from the wheel and the rest from here."""
+    """The folder of programs of a new environment: tandem from the wheel, and of the packages here its dependencies."""
     folder = tmp_path_factory.mktemp("environment")
     run(sys.executable, "-m", "venv", "--without-pip", str(folder))
     (site,) = folder.glob("lib/python*/site-packages")
     options = ("--no-deps", "--no-compile", "--disable-pip-version-check", "--ignore-installed")
     python = str(folder / "bin" / "python")
     run(sys.executable, "-m", "pip", "--python", python, "install", "-q", *options, str(wheel), HOME=str(folder))
-    beside = next(path for path in sys.path if (Path(path) / "torch").is_dir())
-    (site / "beside.pth").write_text(f"{beside}\n")
+    link_packages(needed(PROJECT["project"]["dependencies"]), site)
     return folder / "bin"
+
+
+def needed(requirements: list[str]) -> dict[str, Distribution]:
+    """The distributions here that pip would install for these, by name."""
+    found: dict[tuple[str, str], Distribution] = {}  # by name and extra
+    waiting = [(Requirement(text), "") for text in requirements]
+    while waiting:
+        one, extra = waiting.pop()
+        if one.marker is not None and not one.marker.evaluate({"extra": extra}):
+            continue
+        name = canonicalize_name(one.name)
+        for asked in {"", *one.extras} - {asked for known, asked in found if known == name}:
+            found[name, asked] = distribution(name)
+            waiting += [(Requirement(text), asked) for text in found[name, asked].requires or ()]
+    return {name: one for (name, _), one in found.items()}
+
+
+def link_packages(distributions: dict[str, Distribution], site: Path) -> None:
+    """Puts them into a folder of packages. A folder that several have, as `google` is, has links to files."""
+    owners: dict[str, list[Distribution]] = {}
+    for one in distributions.values():
+        for top in {path.parts[0] for path in one.files or () if path.parts[0] not in ("..", "__pycache__")}:
+            owners.setdefault(top, []).append(one)
+    for top, several in owners.items():
+        if len(several) == 1:
+            (site / top).symlink_to(str(several[0].locate_file(top)))
+            continue
+        for one in several:
+            for path in one.files or ():
+                if path.parts[0] == top and path.suffix != ".pyc":
+                    (site / path).parent.mkdir(parents=True, exist_ok=True)
+                    (site / path).symlink_to(str(one.locate_file(path)))
 
 
 def test_each_file_is_declared_by_its_package() -> None:
@@ -116,3 +155,53 @@ def test_kernels_compile_from_it(installed: Path) -> None:
     words = ("build-kernels", str(config), "--model", str(model), "--set", "island.decode_ranks=2")
     run(str(installed / "tandem"), *words, **environ)
     assert sorted(path.stem.partition("-")[0] for path in (installed / "kernels").glob("*.so")) == C_FILES
+
+
+@pytest.mark.long
+def test_it_serves_by_its_dependencies_alone(installed: Path, tmp_path: Path) -> None:
+    """Outside the checkout, without the tools of development."""
+    for package in ("transformers", "pytest", "httpx"):
+        assert not list(installed.parent.glob(f"lib/python*/site-packages/{package}")), "a tool, and no dependency"
+    environ = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "XDG_RUNTIME_DIR": str(tmp_path)}
+    tandem, model, config = str(installed / "tandem"), tmp_path / "model", tmp_path / "empty.yaml"
+    run(tandem, "make-model", str(model), **environ)
+    config.touch()
+    words = ("up", str(config), "--model", str(model), "--grpc-port", "0", "--http-port", "0")
+    with started([tandem, *words], environ) as ready:
+        http = next(word.removeprefix("http=") for word in ready.split() if word.startswith("http="))
+        asked = json.dumps({"prompt": [1, 2, 3], "max_tokens": 4}).encode()
+        headers = {"content-type": "application/json"}
+        with urlopen(Request(f"http://{http}/v1/completions", asked, headers), timeout=SECONDS) as answer:
+            assert json.load(answer)["usage"]["completion_tokens"] == 4
+        assert json.loads(run(tandem, "generate", "--token-ids", "1,2,3", "--json", **environ))["usage"]
+
+
+@contextmanager
+def started(command: list[str], environ: dict[str, str]) -> Iterator[str]:
+    """The line that says where a cluster serves. It is stopped at the end."""
+    with subprocess.Popen(command, env=environ, cwd="/", stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process.stdout.readline()
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(SECONDS)
+        assert process.returncode == 0
+
+
+@pytest.mark.long
+def test_type_checkers_see_its_types(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "use.py").write_text(
+        "import tandem\n"
+        "with tandem.launch(model='DIR') as llm:\n"
+        "    for output in llm.generate(['a'], max_tokens='x'):\n"
+        "        reveal_type(output.text)\n"
+        "    llm.generate(['a'], max_tokens=3)\n"
+    )
+    command = [sys.executable, "-m", "pyright", "--pythonpath", str(installed / "python"), "--outputjson", "use.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS, check=False)
+    findings = json.loads(done.stdout)["generalDiagnostics"]
+    assert [one["range"]["start"]["line"] for one in findings if one["severity"] == "error"] == [2]
+    assert [one["message"] for one in findings if one["severity"] == "information"] == [
+        'Type of "output.text" is "str"'
+    ]

@@ -13,7 +13,7 @@ from typing import Any
 
 REGISTERS, GRANULE = 1 << 16, 8  # a thread gets a multiple of 8
 SHARED_BYTES = 228 * 1024
-STRIDES = ("_token", "_head", "_elements")  # how names end of numbers that can be divided by 16
+STRIDES = ("_token", "_head", "_apart", "_elements")  # how names end of numbers that can be divided by 16
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ def registers() -> dict[str, int]:
     from tandem.workers.kernels.triton import logits
 
     threads = 32 * logits.WARPS
-    process = taken(logits._process, {"BLOCK": logits.BLOCK}, TYPES, num_warps=logits.WARPS, launch_pdl=False)
+    options = {"num_warps": logits.WARPS, "maxnreg": logits.MAX_REGISTERS, "launch_pdl": False}
+    process = taken(logits._process, {"BLOCK": logits.BLOCK}, TYPES, **options)
     count = taken(logits._count, {}, TYPES, launch_pdl=False)
     return {"process": process.registers * threads, "count": count.registers * 128}
 

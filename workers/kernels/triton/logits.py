@@ -12,6 +12,7 @@ from tandem.workers.sampling import logit_rules
 from tandem.workers.sampling.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASED_TOKENS
 
 BLOCK, WARPS = 4096, 8
+MAX_REGISTERS = 128  # of a thread: two programs share a multiprocessor. Without a limit Triton 3.7 takes 144
 PRESENCE, FREQUENCY = tl.constexpr(logit_rules.PRESENCE), tl.constexpr(logit_rules.FREQUENCY)
 REPETITION, FIRST_OUTPUT = tl.constexpr(logit_rules.REPETITION), tl.constexpr(logit_rules.FIRST_OUTPUT)
 MIN_TOKENS, NUM_BIASED = tl.constexpr(logit_rules.MIN_TOKENS), tl.constexpr(logit_rules.NUM_BIASED)
@@ -42,6 +43,7 @@ class TritonLogits:
             masks=tables.allowed.shape[1],
             BLOCK=BLOCK,
             num_warps=WARPS,
+            maxnreg=MAX_REGISTERS,
             enable_fp_fusion=False,  # each product is rounded, as in the reference
         )
         return processed

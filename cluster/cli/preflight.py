@@ -25,7 +25,9 @@ from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import ConfigError, StartFailed
 from tandem.cluster.processes.ray_access import asked_host, check_ray_answers, machine_address
 from tandem.cluster.supervision.shared_ports import check_ports
-from tandem.workers.checkpoint.errors import ModelError
+from tandem.cluster.tools.nearest_families import nearest_families
+from tandem.workers.checkpoint.errors import ModelError, UnknownArchitecture
+from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.checkpoint.first_checks import first_checks
 
 FILES = 1024  # that a process may have open, at least
@@ -92,6 +94,9 @@ def check_model(config: ClusterConfig) -> None:
         raise ConfigError("\n".join(findings))
     try:
         longest = first_checks(folder, has_weights=section.load_format == "safetensors")
+    except UnknownArchitecture as error:
+        nearest = nearest_families(Fields.from_file(folder / "config.json").values)
+        raise ConfigError(f"model.path: {error}\nmodel.path: {nearest}") from None
     except ModelError as error:
         raise ConfigError(f"model.path: {error}") from None
     _check_draft(config)

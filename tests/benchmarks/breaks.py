@@ -59,6 +59,8 @@ class Outcome:
     text: str
 
 
+FALCON = {"alibi": True, "layer_norm_epsilon": 1e-5, "multi_query": True, "parallel_attn": True}
+QWEN2_MOE = {"num_experts": 60, "num_experts_per_tok": 4, "shared_expert_intermediate_size": 5632}
 UP = "up deploy/local.yaml --grpc-port 0"
 UP_DIR = f"{UP} --model DIR"
 
@@ -81,6 +83,18 @@ def cut(folder: Path) -> None:
     os.truncate(folder / "model.safetensors", 100_000)
 
 
+def sharded(folder: Path) -> None:
+    """Of two files one has come."""
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    weight_map = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def pointer(folder: Path) -> None:
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5516032\n"
+    (folder / "model.safetensors").write_text(text)
+
+
 def gguf(folder: Path) -> None:
     without("config.json", "model.safetensors")(folder)
     (folder / "model.gguf").touch()
@@ -98,14 +112,18 @@ BREAKS = (
     Break("a GGUF checkpoint", UP_DIR, gguf),
     Break("no weights", UP_DIR, without("model.safetensors")),
     Break("config.json is no JSON", UP_DIR, lambda folder: (folder / "config.json").write_text("{")),
-    Break("an architecture without relatives", UP_DIR, config(architectures=["FalconForCausalLM"])),
-    Break("an architecture with relatives", UP_DIR, config(architectures=["Qwen2MoeForCausalLM"])),
+    Break("an architecture that is like none", UP_DIR, config(architectures=["FalconForCausalLM"], **FALCON)),
+    Break("an architecture that is like another", UP_DIR, config(architectures=["Qwen2MoeForCausalLM"], **QWEN2_MOE)),
     Break("bitsandbytes", UP_DIR, config(quantization_config={"quant_method": "bitsandbytes"})),
     Break("AWQ in 8 bits", UP_DIR, config(quantization_config={"quant_method": "awq", "bits": 8})),
     Break("a request longer than the model takes", f"{UP_DIR} --set model.max_model_len=4096"),
     Break("weights of another width", UP_DIR, config(hidden_size=384)),
     Break("weights of another number of layers", UP_DIR, config(num_hidden_layers=7)),
     Break("a file of weights that is cut short", UP_DIR, cut),
+    Break("a file of weights that is not there", UP_DIR, sharded),
+    Break("weights left on a Git LFS server", UP_DIR, pointer),
+    Break("feed-forwards of another width", UP_DIR, config(intermediate_size=1024)),
+    Break("an unknown type of RoPE", UP_DIR, config(rope_scaling={"rope_type": "ntk"})),
     Break("an activation that is not served", UP_DIR, config(hidden_act="relu6")),
     Break("heads that do not divide", UP_DIR, config(num_key_value_heads=4)),
     Break("more pages than are accepted", f"{UP_DIR} --set cache.num_pages=100000000"),

@@ -1,6 +1,5 @@
 """The architectures that are served, by config.json's names. It needs no torch: an unknown one is refused at once."""
 
-import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -42,7 +41,6 @@ FAMILIES: Mapping[str, str] = MappingProxyType(
         "T5GemmaForConditionalGeneration": "t5gemma.read_t5gemma",
     }
 )
-MAKER = re.compile(r"[A-Z][a-z]+")
 
 
 def read_architecture(fields: Fields) -> str:
@@ -52,15 +50,6 @@ def read_architecture(fields: Fields) -> str:
         raise fields.invalid("architectures", f"a list with one of {', '.join(FAMILIES)}")
     if names[0] in FAMILIES:
         return names[0]
-    of_kin = related(names[0])
-    hint = f"; related ones are served: {', '.join(of_kin)}" if of_kin else ", nor is one related to it"
     raise UnknownArchitecture(
-        f"{fields.source}: architecture {names[0]:.100} is not served{hint}. Served: {', '.join(FAMILIES)}"
+        f"{fields.source}: architecture {names[0]:.100} is not served. Served: {', '.join(FAMILIES)}"
     )
-
-
-def related(architecture: str) -> list[str]:
-    """Of FAMILIES those whose names begin with the same word, as Qwen2Moe's and Qwen3's do. Letters that are alike by
-    chance say nothing about layers."""
-    word = MAKER.match(architecture)
-    return [] if word is None else [name for name in FAMILIES if name.startswith(word[0])]

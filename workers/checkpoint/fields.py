@@ -116,6 +116,11 @@ class Fields:
             f"{self.source}: {_cut(name)} is {SHOWN.repr(self._values.get(name))}; it must be {accepted}"
         )
 
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """All of them, unchecked."""
+        return self._values
+
     def names(self) -> list[str]:
         return list(self._values)
 

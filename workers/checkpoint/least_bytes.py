@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from tandem.workers.checkpoint.errors import ModelError
-from tandem.workers.checkpoint.fields import MAX_JSON_BYTES, Fields
-from tandem.workers.checkpoint.files import POINTER, check_fetched, is_file_name, open_regular
+from tandem.workers.checkpoint.fields import MAX_JSON_BYTES
+from tandem.workers.checkpoint.files import POINTER, check_fetched, open_regular
+from tandem.workers.checkpoint.weight_files import weight_files
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 WIDE = ("F32", "F64")  # which a model of 16 bits has in two bytes
 
 
@@ -26,7 +26,7 @@ def least_weight_bytes(folder: Path, *, in_16_bits: bool) -> int:
 def read_headers(folder: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
     """Each file, the byte where its data begins, and its tensors by name: dtype, shape and data_offsets, unchecked. For
     what cannot be read it raises ModelError, OSError, ValueError, AttributeError and RecursionError."""
-    for path in _files(folder):
+    for path in weight_files(folder):
         with open_regular(path) as file:
             first = file.read(len(POINTER))
             check_fetched(path, first)
@@ -35,17 +35,6 @@ def read_headers(folder: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
             header = json.loads(file.read(min(size, MAX_JSON_BYTES)))
         header.pop("__metadata__", None)
         yield path, 8 + size, header
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    if (folder / SINGLE).exists():
-        yield folder / SINGLE
-    elif (folder / INDEX).exists():
-        weight_map = Fields.from_file(folder / INDEX).section("weight_map")
-        names = {weight_map.text(tensor) for tensor in weight_map.names()}
-        yield from (folder / name for name in names if is_file_name(name))
-    else:
-        yield from folder.glob("*.safetensors")
 
 
 def _bytes_of(header: Mapping[str, Any], *, in_16_bits: bool) -> int:

@@ -7,8 +7,8 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor
 
-from tandem.workers.checkpoint.errors import UnsupportedFeature
 from tandem.workers.checkpoint.fields import Fields
+from tandem.workers.checkpoint.shared_fields import GATED, read_activation_name
 from tandem.workers.kernels.base import LayerKernels
 
 Activate = Callable[[Tensor], Tensor]
@@ -57,7 +57,7 @@ class SquaredRelu:
 
 
 Activation = Silu | GeluTanh | ClampedSwiglu | LimitedSilu | SquaredRelu
-NAMES: dict[str, Activation] = {"silu": Silu(), "swish": Silu(), "gelu_pytorch_tanh": GeluTanh()}
+NAMES: dict[str, Activation] = dict(zip(GATED, (Silu(), Silu(), GeluTanh()), strict=True))
 UNGATED: dict[str, Activation] = {"relu2": SquaredRelu()}
 
 
@@ -74,7 +74,5 @@ def choose_activation(activation: Activation, kernels: LayerKernels) -> Activate
 
 def read_activation(fields: Fields, name: str, default: str) -> Activation:
     """Field `name`, one with a gate unless the default has none; UnsupportedFeature for one that is not implemented."""
-    value, known = fields.text(name, default), UNGATED if default in UNGATED else NAMES
-    if value not in known:
-        raise UnsupportedFeature(f"{fields.source}: {name} is {value!r}; only {', '.join(known)} are implemented")
-    return known[value]
+    known = UNGATED if default in UNGATED else NAMES
+    return known[read_activation_name(fields, name, default, known)]

@@ -11,6 +11,7 @@ from tandem.cache.plan.rope import RopeParameters
 from tandem.cache.plan.shard import WHOLE, Shard
 from tandem.cache.plan.spans import ALL, LAST, Chunk, Span, span_of
 from tandem.workers.checkpoint.fields import Fields
+from tandem.workers.checkpoint.shared_fields import read_heads
 from tandem.workers.models.activation import Activation, is_gated, read_activation
 from tandem.workers.models.compressed.fields import CompressedConfig, HyperConfig
 from tandem.workers.models.latent import LatentConfig
@@ -22,7 +23,7 @@ from tandem.workers.sampling.posted_samples import MAX_VOCAB
 from tandem.workers.weights.formats.format import AS_COMPUTED, Quantization
 from tandem.workers.weights.formats.registry import read_quantization
 
-MAX_LAYERS, MAX_HEADS = 1000, 1 << 14  # more than any model has
+MAX_LAYERS = 1000  # more than any model has
 
 
 @dataclass(frozen=True)
@@ -275,10 +276,7 @@ def read_dense_config(
 def _read_heads(fields: Fields, num_kv_heads: int | None, head_dim: int | None) -> tuple[int, int, int]:
     """num_heads, num_kv_heads and head_dim; the arguments are the defaults of read_dense_config."""
     hidden_size = fields.integer("hidden_size", minimum=1)
-    num_heads = fields.integer("num_attention_heads", minimum=1, maximum=MAX_HEADS)
-    num_kv_heads = fields.integer("num_key_value_heads", num_kv_heads, minimum=1)
-    if num_heads % num_kv_heads:
-        raise fields.invalid("num_key_value_heads", f"a divisor of num_attention_heads, {num_heads}")
+    num_heads, num_kv_heads = read_heads(fields, num_kv_heads)
     if head_dim is None and hidden_size % num_heads == 0:
         head_dim = hidden_size // num_heads
     head_dim = fields.integer("head_dim", head_dim, minimum=2)

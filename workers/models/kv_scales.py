@@ -4,10 +4,10 @@ from pathlib import Path
 
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.kv_scales import KVScales
+from tandem.workers.checkpoint.weight_files import weight_files
 from tandem.workers.config import WorkerConfig
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.scale_tensors import read_scales
-from tandem.workers.models.weights import weight_files
 
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 

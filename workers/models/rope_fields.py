@@ -6,8 +6,8 @@ from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.rope import RopeParameters
 from tandem.workers.checkpoint.errors import InvalidConfig, UnsupportedFeature
 from tandem.workers.checkpoint.fields import Fields
+from tandem.workers.checkpoint.shared_fields import read_rope_type
 
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 DEFAULT_THETA = 10_000.0
 
 
@@ -69,20 +69,12 @@ def _scaling(fields: Fields, layer_type: str | None) -> Fields:
 
 
 def _rope_type(scaling: Fields) -> str:
-    """The first Phi 3 checkpoints call longrope "su" and "yarn"."""
-    rope_type = scaling.text("rope_type", scaling.text("type", "default"))
-    if rope_type in ("su", "yarn") and "short_factor" in scaling:
-        rope_type = "longrope"
     nested = [name for name in scaling.names() if isinstance(scaling.raw(name), dict)]
     if nested:
         raise UnsupportedFeature(
             f"{scaling.source} differs between layers ({', '.join(nested)}); only one for all layers is implemented"
         )
-    if rope_type not in ROPE_TYPES:
-        raise UnsupportedFeature(
-            f"{scaling.source}: rope_type is {rope_type!r}; only {', '.join(ROPE_TYPES)} are implemented"
-        )
-    return rope_type
+    return read_rope_type(scaling)
 
 
 def _rotated_fraction(fields: Fields, scaling: Fields, partial_rotary: bool, default: float) -> float:

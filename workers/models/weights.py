@@ -17,10 +17,9 @@ from torch import Tensor
 
 from tandem.cache.plan.layout import DTYPES
 from tandem.workers.checkpoint.errors import CheckpointMissing, InvalidConfig, InvalidWeights
-from tandem.workers.checkpoint.fields import SHOWN, Fields
-from tandem.workers.checkpoint.files import MAX_NAME, is_file_name, is_there
 from tandem.workers.checkpoint.safetensors_file import STORED_DTYPES, SafetensorsFile, new_staging
 from tandem.workers.checkpoint.stored import Plain, StoredWeight, WeightPart
+from tandem.workers.checkpoint.weight_files import listing, weight_files
 from tandem.workers.config import AdapterSettings
 from tandem.workers.models.blocks.adapted_products import adapt
 from tandem.workers.models.compressed.decoder import HyperDecoder
@@ -37,10 +36,7 @@ from tandem.workers.weights.formats.format import Quantization
 from tandem.workers.weights.formats.registry import dummy_form_of, form_of, stored_weights
 from tandem.workers.weights.weight import tensor_name
 
-INDEX = "model.safetensors.index.json"
 LOAD_FORMATS = ("safetensors", "dummy")
-LISTED = 5  # names in an error
-MAX_FILES = 4096
 KEY_OR_VALUE = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(?:proj|norm)\.")
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 READERS = 8  # threads: one copies from the page cache at a fraction of what memory, and a GPU's link, can take
@@ -93,36 +89,6 @@ def load_parameters(
         if torch.equal(parameters.lm_head.tensor(), tied.tensor()):
             return dataclasses.replace(parameters, lm_head=parameters.embedding)
     return parameters
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint: model.safetensors, as transformers has it, else those that its index
-    names, else all there are."""
-    single = folder / "model.safetensors"
-    if is_there(single):
-        return [single]
-    index = folder / INDEX
-    if is_there(index):
-        weight_map = Fields.from_file(index).section("weight_map")
-        names = sorted({weight_map.text(tensor) for tensor in weight_map.names()})
-        outside = [name for name in names if not is_file_name(name)]
-        if not names or outside:
-            named = _listing(outside) if outside else "no file"
-            raise InvalidConfig(
-                f"{index}: weight_map names {named}; it must name files of its folder, each in 1 to {MAX_NAME} bytes"
-            )
-        if len(names) > MAX_FILES:
-            raise InvalidConfig(f"{index}: weight_map names {len(names)} files; at most {MAX_FILES} are accepted")
-        missing = [name for name in names if not is_there(folder / name)]
-        if missing:
-            raise CheckpointMissing(f"{folder} lacks {_listing(missing)}, of {len(names)} files that {INDEX} names")
-        return [folder / name for name in names]
-    paths = sorted(folder.glob("*.safetensors"))
-    if not paths:
-        pickles = sorted(path.name for path in folder.glob("*.bin"))
-        found = f"; {_listing(pickles)} is a pickle, which is never read: convert it to safetensors" if pickles else ""
-        raise CheckpointMissing(f"{folder} has no weights; it must have model.safetensors or {INDEX}{found}")
-    return paths
 
 
 def stored_dtype(folder: Path) -> str | None:
@@ -314,11 +280,11 @@ def check_tensors(stored: Mapping[str, StoredWeight], weights: Mapping[str, Tens
     missing = [name for name in weights if name not in stored]
     if missing:
         raise InvalidWeights(
-            f"the checkpoint lacks {_listing(missing)}, of {len(weights)} tensors of {config.architecture}"
+            f"the checkpoint lacks {listing(missing)}, of {len(weights)} tensors of {config.architecture}"
         )
     unknown = [name for name in stored if name not in weights and not _is_ignored(name, config)]
     if unknown:
-        raise InvalidWeights(f"the checkpoint has {_listing(unknown)}, which {config.architecture} does not use")
+        raise InvalidWeights(f"the checkpoint has {listing(unknown)}, which {config.architecture} does not use")
 
 
 def _is_ignored(name: str, config: ModelConfig) -> bool:
@@ -332,9 +298,3 @@ def _is_ignored(name: str, config: ModelConfig) -> bool:
         or ((match := KEY_OR_VALUE.match(name)) is not None and int(match[1]) in config.readers)
         or ((match := EXPERT.search(name)) is not None and int(match[1]) in elsewhere)
     )
-
-
-def _listing(names: Iterable[str]) -> str:
-    names = list(names)
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(SHOWN.repr(name)[1:-1] for name in names[:LISTED]) + more

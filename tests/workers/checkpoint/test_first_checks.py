@@ -1,14 +1,14 @@
 """What is told of a checkpoint without torch agrees with what loading it would say."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tandem.cluster.tools.architectures import ARCHITECTURES, SIZES
+from tandem.cluster.tools.architectures import ARCHITECTURES, SIZES, config_fields
 from tandem.cluster.tools.random_checkpoint import make_checkpoint
-from tandem.workers.checkpoint.architectures import related
 from tandem.workers.checkpoint.errors import InvalidConfig, InvalidWeights, ModelError, NotFetched, UnknownArchitecture
 from tandem.workers.checkpoint.first_checks import first_checks
 from tandem.workers.models.registry import load_config
@@ -58,27 +58,46 @@ def test_pointers_of_git_lfs_are_told(tmp_path: Path, name: str) -> None:
         check_weights(tmp_path, load_config(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("names", "kin"),
-    [
-        ("FalconForCausalLM", []),
-        ("MambaForCausalLM", []),
-        ("OPTForCausalLM", []),
-        ("GPT2LMHeadModel", []),
-        ("Gemma3nForConditionalGeneration", ["Gemma2ForCausalLM", "Gemma3ForCausalLM", "Gemma4ForCausalLM"]),
-        ("Phi3SmallForCausalLM", ["Phi3ForCausalLM"]),
-        ("MistralModel", ["MistralForCausalLM"]),
-    ],
-)
-def test_related_families_are_named_and_no_others(tmp_path: Path, names: str, kin: list[str]) -> None:
-    assert related(names)[:3] == kin[:3]
-    change(tmp_path, architectures=[names])
-    words = f"related ones are served: {kin[0]}" if kin else "nor is one related to it"
-    with pytest.raises(UnknownArchitecture, match=f"architecture {names} is not served.*{words}"):
+def test_other_architectures_are_refused(tmp_path: Path) -> None:
+    change(tmp_path, architectures=["FalconForCausalLM"])
+    with pytest.raises(UnknownArchitecture, match=r"architecture FalconForCausalLM is not served\. Served: Deepseek"):
         first_checks(tmp_path, has_weights=False)
     change(tmp_path, architectures=[])
     with pytest.raises(InvalidConfig, match="architectures is \\[\\]; it must be a list with one of Deepseek"):
         first_checks(tmp_path, has_weights=False)
+
+
+BROKEN: list[dict[str, object]] = [
+    {"hidden_act": "relu6"},
+    {"num_key_value_heads": 3},
+    {"num_attention_heads": "x"},
+    {"rope_scaling": {"rope_type": "ntk"}},
+    {"rope_parameters": {"rope_type": "ntk"}},
+]
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda fields: next(iter(fields)))
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_refused_fields_are_those_that_loading_refuses(tmp_path: Path, arch: str, broken: dict[str, object]) -> None:
+    """And of families like Llama all of them."""
+    (tmp_path / "config.json").write_text(json.dumps({**config_fields(arch, "tiny", "float32"), **broken}))
+    early, late = (
+        said(first_checks, tmp_path, has_weights=False),
+        said(load_config, tmp_path),
+    )
+    assert late or not early
+    if arch in ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "phi3", "deepseek_v3"):
+        assert early == late
+        assert early
+
+
+def said(check: Callable[..., object], *arguments: object, **options: object) -> str:
+    """What an error says; empty without one."""
+    try:
+        check(*arguments, **options)
+    except ModelError as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.parametrize(
@@ -95,7 +114,7 @@ def test_related_families_are_named_and_no_others(tmp_path: Path, names: str, ki
 def test_refused_quantizations_are_those_that_loading_refuses(tmp_path: Path, section: dict[str, object]) -> None:
     change(tmp_path, quantization_config=section)
     with pytest.raises(ModelError) as early:
-        first_checks(tmp_path, has_weights=True)
+        first_checks(tmp_path, has_weights=False)
     with pytest.raises(ModelError) as late:
         load_config(tmp_path)
     assert str(early.value) == str(late.value)
@@ -105,7 +124,7 @@ def test_refused_quantizations_are_those_that_loading_refuses(tmp_path: Path, se
 def test_served_quantizations_pass(tmp_path: Path, section: dict[str, object]) -> None:
     change(tmp_path, quantization_config={**section, "group_size": 16})
     assert load_config(tmp_path).quantization.weights == "awq"
-    first_checks(tmp_path, has_weights=True)
+    first_checks(tmp_path, has_weights=False)
 
 
 def test_files_that_are_cut_short_and_layers_that_are_missing(tmp_path: Path) -> None:
@@ -135,3 +154,32 @@ def test_weights_of_another_model_are_noticed(tmp_path: Path) -> None:
     first_checks(tmp_path, has_weights=False)
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)  # which loading has an error for
     first_checks(tmp_path, has_weights=True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "tensor", "found", "asked"),
+    [
+        ({"intermediate_size": 177}, "mlp.gate_proj", [176, 64], [177, 64]),
+        ({"num_key_value_heads": 1, "head_dim": 16}, "self_attn.k_proj", [32, 64], [16, 64]),
+        ({"num_attention_heads": 8, "head_dim": 16}, "self_attn.q_proj", [64, 64], [128, 64]),
+    ],
+)
+def test_layers_of_another_model_are_noticed(
+    tmp_path: Path, fields: dict[str, object], tensor: str, found: list[int], asked: list[int]
+) -> None:
+    make_checkpoint(tmp_path, arch="llama", seed=1)
+    change(tmp_path, **fields)
+    words = f"tensor model.layers.0.{tensor}.weight has shape {found}; config.json asks for {asked}"
+    assert words in said(first_checks, tmp_path, has_weights=True)
+    assert "; config.json asks for [" in said(check_weights, tmp_path, load_config(tmp_path))
+    assert not said(first_checks, tmp_path, has_weights=False)
+
+
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, arch="llama", seed=1)
+    (tmp_path / "model.safetensors").unlink()
+    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    early, late = said(first_checks, tmp_path, has_weights=True), said(check_weights, tmp_path, load_config(tmp_path))
+    assert early == late
+    assert "lacks model-1.safetensors, model-2.safetensors, of 2 files that model.safetensors.index.json" in early

@@ -15,10 +15,11 @@ from torch import Tensor
 from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.workers.checkpoint.errors import CheckpointMissing, InvalidConfig, InvalidWeights, ModelError
 from tandem.workers.checkpoint.safetensors_file import SafetensorsFile
+from tandem.workers.checkpoint.weight_files import INDEX, weight_files
 from tandem.workers.models.parameters import allocate_parameters
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weight_names import named_weights
-from tandem.workers.models.weights import INDEX, check_weights, load_parameters, weight_files
+from tandem.workers.models.weights import check_weights, load_parameters
 from tests.support.checkpoints import make_model, save_checkpoint
 from tests.support.oracle import load_oracle
 

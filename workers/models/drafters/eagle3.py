@@ -11,6 +11,7 @@ from tandem.workers.checkpoint.errors import InvalidConfig, InvalidWeights, Unsu
 from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.checkpoint.safetensors_file import SafetensorsFile
 from tandem.workers.checkpoint.stored import read_bytes
+from tandem.workers.checkpoint.weight_files import weight_files
 from tandem.workers.kernels.choice import choose_layer_kernels
 from tandem.workers.models.blocks.cached_attention import CachedAttention
 from tandem.workers.models.config import ModelConfig
@@ -18,7 +19,7 @@ from tandem.workers.models.decoder import DenseDecoder, prepare_layer
 from tandem.workers.models.families.llama import read_llama
 from tandem.workers.models.parameters import AttentionParameters, LayerParameters, allocate_layer, allocators
 from tandem.workers.models.weight_names import layer_weights
-from tandem.workers.models.weights import Blueprint, ReportBytes, load, weight_files
+from tandem.workers.models.weights import Blueprint, ReportBytes, load
 from tandem.workers.weights.allocator import Forms
 from tandem.workers.weights.weight import Weight
 

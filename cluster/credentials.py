@@ -39,7 +39,7 @@ class ServerSecurity:
     def token(self) -> str | None:
         if self.api_key is not None:
             return check_token("security.api_key", self.api_key)
-        return None if self.token_file is None else read_token(Path(self.token_file))
+        return None if self.token_file is None else read_token(Path(self.token_file), "security.token_file")
 
     def tls(self, protocol: str) -> ssl.SSLContext | None:
         """For a server of that protocol (ALPN). None without TLS. ConfigError as check()."""
@@ -84,9 +84,10 @@ class ClientSecurity:
         return stub if self.token is None else authorized(stub, self.token)
 
 
-def read_token(path: Path) -> str:
-    """The one line of a token file. ConfigError unless only its owner may read it and it is long enough."""
-    return check_token(f"token_file {path}", _read_private("token_file", str(path)).decode("ascii", "replace").strip())
+def read_token(path: Path, name: str) -> str:
+    """The one line of a token file. ConfigError unless only its owner may read it and it is long enough. name: of the
+    key or the option that gives the file."""
+    return check_token(f"{name} {path}", _read_private(name, str(path)).decode("ascii", "replace").strip())
 
 
 def check_token(source: str, token: str) -> str:
@@ -133,7 +134,7 @@ def _read(key: str, path: str) -> bytes:
     try:
         return _expanded(path).read_bytes()
     except OSError as error:
-        raise ConfigError(f"{key} {path} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"{key} is {path}, which cannot be read: {error.strerror}") from None
 
 
 def _read_private(key: str, path: str) -> bytes:

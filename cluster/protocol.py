@@ -37,6 +37,7 @@ HALVES = ("encoder_prompt", "decoder_prompt")
 
 CLIENT_ID_KEY = "client-id"
 MAX_MESSAGES = 16_384  # of a chat: whoever walks them holds up others
+TOKEN_IDS_ONLY = "the checkpoint has no tokenizer.json; token_ids are accepted"  # other frontends say it in their words
 CLUSTER_ENDS = "the cluster ends: "  # so begins the text of UNAVAILABLE that a gateway answers, and no connection
 ACCEPTED = MappingProxyType(
     {

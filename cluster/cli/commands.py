@@ -115,7 +115,7 @@ def up(
     It prints `ready grpc=HOST:PORT` once requests can come. A variable sets a key, too: TANDEM_GATEWAY__PORT is
     gateway.port. An option overrides a variable, and a variable the YAML.
     """
-    from tandem.cluster.cli.preflight import require_model
+    from tandem.cluster.cli.preflight import as_typed, require_model
     from tandem.cluster.config.cluster_config import load_config
     from tandem.cluster.config.file import parse_override
 
@@ -128,7 +128,7 @@ def up(
 
     from tandem.cluster.processes.ray_access import token_shown
 
-    with token_shown():
+    with token_shown(), as_typed(values.get("model.path"), loaded.model.path):
         from tandem.cluster.cli.foreground import run_cluster
 
         run_cluster(loaded, address, replace=replace)
@@ -209,11 +209,11 @@ def generate(
         name: value for name, value in given.items() if value is not None and value is not False
     }
 
-    from tandem.cluster.cli.input import open_client, read_prompt
+    from tandem.cluster.cli.input import in_own_words, open_client, read_prompt
     from tandem.cluster.cli.output import print_json, print_stream
 
     wanted = read_prompt(prompt, file, token_ids, chat=chat)
-    with open_client(address, token_file, tls_ca, tls_cert, tls_key) as client:
+    with in_own_words(), open_client(address, token_file, tls_ca, tls_cert, tls_key) as client:
         updates = client.generate(wanted, request_id=request_id, cache_salt=cache_salt, timeout=timeout, **sampling)
         (print_json if as_json else print_stream)(updates, max(1, n or 1))
 
@@ -315,7 +315,7 @@ def scale(
     requests for a moment: what runs is finished in that time, or goes on afterwards where it was.
     """
     if prefill is None and decode is None and islands is None:
-        raise UsageError("give --prefill, --decode or both, or --islands")
+        raise UsageError("no number is given: --prefill, --decode or both are accepted, or --islands")
 
     from tandem.cluster.cli.input import open_client
     from tandem.cluster.cli.output import print_scaled

@@ -1,16 +1,19 @@
 """The `tandem` command's input: a prompt, and a client of the gateway."""
 
 import os
+import re
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tandem.cluster.cli.options import API_KEY
 from tandem.cluster.cli.runtime_dir import running_cluster, running_clusters
 from tandem.cluster.client.client import Client
 from tandem.cluster.credentials import ClientSecurity, read_token
-from tandem.cluster.errors import ClusterNotRunning, UsageError
-from tandem.cluster.protocol import Prompt
+from tandem.cluster.errors import ClusterNotRunning, InvalidRequest, UsageError
+from tandem.cluster.protocol import TOKEN_IDS_ONLY, Prompt
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 WILDCARDS = ("0.0.0.0", "[::]")
@@ -25,7 +28,7 @@ def open_client(
     """
     paths = (None if path is None else str(path) for path in (tls_ca, tls_cert, tls_key))
     key = os.environ.get(API_KEY) or None
-    security = ClientSecurity(key if token_file is None else read_token(token_file), *paths)
+    security = ClientSecurity(key if token_file is None else read_token(token_file, "--token-file"), *paths)
     return Client(address or running_address(), security)
 
 
@@ -47,6 +50,22 @@ def read_prompt(text: str | None, file: Path | None, token_ids: str | None, *, c
     else:
         content = text
     return [{"role": "user", "content": content}] if chat else content
+
+
+@contextmanager
+def in_own_words() -> Iterator[None]:
+    """A gateway's refusal names the options of `tandem generate` in place of the request's fields."""
+    try:
+        yield
+    except InvalidRequest as error:
+        said = str(error)
+        if said.endswith(TOKEN_IDS_ONLY):
+            raise InvalidRequest("the prompt is text; the checkpoint has no tokenizer.json: give --token-ids") from None
+        field = re.match(r"sampling\.(\w+)", said)
+        if field is None:
+            raise
+        option = field[1].replace("token_ids", "token_id")  # which is given once for each
+        raise InvalidRequest(f"--{option.replace('_', '-')}{said[field.end() :]}") from None
 
 
 def reachable(addresses: str) -> str:

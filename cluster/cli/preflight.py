@@ -4,8 +4,10 @@ Each check takes milliseconds. An error names the key or resource, what was foun
 """
 
 import os
+import re
 import resource
 from collections.abc import Iterator, Set
+from contextlib import contextmanager
 from pathlib import Path
 
 from tandem.cache.kernels.build.build_once import cache_folder
@@ -77,6 +79,17 @@ def check_ray(address: str | None) -> None:
         check_ray_answers(address, asked_host(address, machine_address()))
 
 
+@contextmanager
+def as_typed(typed: object, found: str | None) -> Iterator[None]:
+    """Errors of a start show the model's path as it was typed, and not the folder that was found by it."""
+    try:
+        yield
+    except (ConfigError, StartFailed) as error:
+        if not isinstance(typed, str) or not typed or found is None or typed == found:
+            raise
+        raise type(error)(re.sub(rf"{re.escape(found)}(?![\w.-])", lambda _: typed, str(error))) from error
+
+
 def require_model(config: ClusterConfig) -> None:
     """ConfigError where none is given."""
     if config.model.path is None:
@@ -143,9 +156,7 @@ def _check_model(section: ModelSection) -> Iterator[str]:
 
 def _warn_of_tokenizer(config: ClusterConfig) -> Iterator[str]:
     if not (Path(config.model.path or "") / "tokenizer.json").exists():
-        yield (
-            f"{config.model.path} has no tokenizer.json: prompts and answers are token ids only, and chats are refused"
-        )
+        yield "the model has no tokenizer.json: prompts and answers are token ids alone, and chats are refused"
 
 
 def _check_gpus(config: ClusterConfig, driver: Driver, *, replaces: bool = False) -> Iterator[str]:

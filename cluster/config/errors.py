@@ -32,7 +32,7 @@ def explain(finding: ErrorDetails, config: type[BaseModel]) -> str:
         accepted = finding["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     value = finding["input"]
     found = "hidden" if location[-1] in SECRETS else shown(value)
-    if isinstance(value, dict) and any(value.get(name) for name in SECRETS):
+    if isinstance(value, dict) and (_is_section(config, location) or any(value.get(name) for name in SECRETS)):
         found = cut(f"a section with {', '.join(str(key) for key, one in value.items() if one not in (None, False))}")
     return f"{dotted} is {found}; it {accepted} ({description})"
 
@@ -71,6 +71,15 @@ def _description(config: type[BaseModel], location: Sequence[str]) -> str:
             break
         config = field.annotation
     return " ".join((description or "").split())
+
+
+def _is_section(config: type[BaseModel], location: Sequence[str]) -> bool:
+    for name in location:
+        annotation = config.model_fields[name].annotation
+        if not (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+            return False
+        config = annotation
+    return True
 
 
 def _near(config: type[BaseModel], section: type[BaseModel], location: Sequence[str]) -> list[str]:

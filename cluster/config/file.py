@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from tandem.cluster.config.errors import cut, explain_yaml, shown
+from tandem.cluster.config.errors import SECRETS, cut, explain_yaml, shown
 from tandem.cluster.errors import ConfigError
 
 PREFIX = "TANDEM_"
@@ -49,11 +49,11 @@ def parse_override(text: str) -> tuple[str, Any]:
     """The dotted key and the value of `dotted.key=value`."""
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise ConfigError(f"--set {shown(text)}: must be dotted.key=value")
+        raise ConfigError(f"--set is {shown(text)}; it must be KEY=VALUE, such as cache.page_size=32")
     try:
         return key, _load_yaml(value)
     except yaml.YAMLError as error:
-        raise ConfigError(f"--set {shown(text)}: the value is not YAML: {explain_yaml(error)}") from None
+        raise ConfigError(f"--set is {shown(text)}; its value must be YAML: {explain_yaml(error)}") from None
 
 
 def environment_keys(
@@ -74,7 +74,8 @@ def environment_keys(
             value = _load_yaml(environ[variable])
             found.append((variable, (key, environ[variable] if isinstance(value, Scalar) and is_text(key) else value)))
         except yaml.YAMLError as error:
-            raise ConfigError(f"{variable}: the value is not YAML: {explain_yaml(error)}") from None
+            found = "hidden" if key.rpartition(".")[2] in SECRETS else shown(environ[variable])
+            raise ConfigError(f"{variable} is {found}; it must be YAML: {explain_yaml(error)}") from None
     return found
 
 

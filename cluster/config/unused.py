@@ -78,10 +78,10 @@ def check_used(config: Section) -> None:
         value, default = getattr(section, name), type(section).model_fields[name].default
         deciding = getattr(*_found(config, rule.beside))
         if value != default and rule.holds(deciding):
-            why = f": {rule.why}" if rule.why else ""
+            why = rule.why or f"without another {rule.beside} it changes nothing"
             raise ValueError(
                 f"{rule.key} is {shown(value)}; it must be {shown(default)} where {rule.beside} is "
-                f"{shown(deciding)}{why}"
+                f"{shown(deciding)}: {why}"
             )
 
 

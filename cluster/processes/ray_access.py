@@ -48,8 +48,10 @@ def check_ray_answers(address: str, asked: str) -> None:
         port = int(address.rpartition(":")[2])
         socket.create_connection((asked, port), CONNECT_SECONDS).close()
         found = "" if os.environ.get("RAY_USE_TLS") == "1" else _what_is_no_ray(asked, port)
-    except (OSError, ValueError, OverflowError) as error:
-        found = str(error)
+    except OSError as error:
+        found = error.strerror or "no answer"  # a timeout has no text
+    except (ValueError, OverflowError):
+        found = "it has no port"
     if found:
         raise StartFailed(
             f"--address is {address!r}: {found}; HOST:PORT of a Ray that runs is accepted, or auto for this machine's"

@@ -10,7 +10,7 @@ import numpy as np
 
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cluster.errors import InvalidRequest
-from tandem.cluster.protocol import MAX_MESSAGES
+from tandem.cluster.protocol import MAX_MESSAGES, TOKEN_IDS_ONLY
 from tandem.cluster.requests.cache_salt import worker_salt
 from tandem.cluster.requests.default_sampling import with_defaults
 from tandem.cluster.requests.model_limits import ModelLimits
@@ -293,10 +293,7 @@ class RequestValidator:
 
     def _check_text(self, kind: str, message: inference_pb2.GenerateRequest) -> None:
         if self._tokenizer is None:
-            raise InvalidRequest(
-                f"{kind}: the checkpoint has no tokenizer.json; send token ids: --token-ids of `tandem generate`, "
-                "token_ids over gRPC, a list as the prompt of /v1/completions over HTTP"
-            )
+            raise InvalidRequest(f"{kind}: {TOKEN_IDS_ONLY}")
         if kind == "text" and not message.text:
             raise InvalidRequest("text is empty; at least one token is needed")
         if len(message.chat.messages) > MAX_MESSAGES:

@@ -257,9 +257,9 @@ def test_bad_token_files(tmp_path: Path, content: bytes, mode: int, message: str
     path.write_bytes(content)
     path.chmod(mode)
     with pytest.raises(ConfigError, match=message):
-        read_token(path)
+        read_token(path, "--token-file")
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        read_token(tmp_path / "none")
+        read_token(tmp_path / "none", "--token-file")
 
 
 def test_files_that_are_no_certificates_are_refused(tmp_path: Path, servers: Authority, clients: Authority) -> None:
@@ -292,7 +292,7 @@ def test_files_that_are_no_certificates_are_refused(tmp_path: Path, servers: Aut
         (ClientSecurity(token=TOKEN), "without TLS a token is not sent to example.org:50051"),
         (ClientSecurity(tls_cert="c"), "tls_cert and tls_key: give both or neither"),
         (ClientSecurity(tls_cert="c", tls_key="k"), "tls_ca is missing"),
-        (ClientSecurity(tls_ca="/none.pem"), "tls_ca /none.pem cannot be read"),
+        (ClientSecurity(tls_ca="/none.pem"), "tls_ca is /none.pem, which cannot be read"),
     ],
 )
 def test_a_client_that_cannot_be_secured_is_refused(security: ClientSecurity, message: str) -> None:

@@ -27,6 +27,7 @@ class ChatBody(ToolFields, GenerationBody):
         }
     )
     prompt_field = "messages"
+    token_ids_only = "the checkpoint has no tokenizer.json; /v1/completions accepts a list of token ids as its prompt"
     # A request holds pages for all that it may say: the whole context for each chat would leave room for few.
     open_ended = 4096
 

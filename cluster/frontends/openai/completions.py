@@ -43,6 +43,7 @@ class CompletionBody(GenerationBody):
 
     renamed = MappingProxyType({"text": "prompt", "token_bytes": "prompt"})
     prompt_field = "prompt"
+    token_ids_only = "the checkpoint has no tokenizer.json; a list of token ids is accepted"
 
     prompt: Text | Ids | Texts | IdLists = Field(
         discriminator=Discriminator(_kind),

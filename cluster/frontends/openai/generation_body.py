@@ -14,7 +14,7 @@ from tandem.cluster.frontends.openai.asking_body import AskingBody
 from tandem.cluster.frontends.openai.body_object import BodyObject
 from tandem.cluster.frontends.openai.guided_fields import GuidedFields
 from tandem.cluster.frontends.openai.sampling_fields import MAX_LISTED, SAMPLING, SamplingFields
-from tandem.cluster.protocol import Prompt, accepted_value, build_request
+from tandem.cluster.protocol import TOKEN_IDS_ONLY, Prompt, accepted_value, build_request
 from tandem.cluster.requests.cache_salt import MAX_CACHE_SALT
 from tandem.cluster.requests.validation import MAX_REQUEST_ID
 from tandem.proto import inference_pb2
@@ -65,6 +65,8 @@ class GenerationBody(GuidedFields, AskingBody, SamplingFields):
     """This body's name for each field that the gateway's messages name otherwise."""
     prompt_field: ClassVar[str]
     """What may be large: see without_prompt()."""
+    token_ids_only: ClassVar[str]
+    """What a body of this kind says in place of TOKEN_IDS_ONLY."""
 
     stream_options: StreamOptions | None = Field(
         default=None, description="an object with include_usage and continuous_usage_stats"
@@ -167,12 +169,13 @@ class GenerationBody(GuidedFields, AskingBody, SamplingFields):
         return self._in_own_words(error)
 
     def _in_own_words(self, error: InvalidRequest) -> HttpError:
-        found = re.match(r"(?:sampling\.|chat\.)?(\w+)", str(error))
+        said = str(error).replace(TOKEN_IDS_ONLY, self.token_ids_only)
+        found = re.match(r"(?:sampling\.|chat\.)?(\w+)", said)
         name = found[1] if found else ""
         param = self.guide if name == "guided" else self.renamed.get(name, name)
         if found is None or param not in type(self).model_fields:
-            return HttpError(400, str(error))
-        return HttpError(400, param + str(error)[found.end() :], param=param)
+            return HttpError(400, said)
+        return HttpError(400, param + said[found.end() :], param=param)
 
 
 def too_long(max_tokens: int, error: HttpError) -> HttpError:

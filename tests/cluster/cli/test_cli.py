@@ -19,6 +19,7 @@ import tandem
 from tandem.cluster.cli import commands as cli
 from tandem.cluster.cli.runtime_dir import ClusterLock, running_cluster
 from tandem.cluster.config.cluster_config import ClusterConfig
+from tandem.cluster.protocol import TOKEN_IDS_ONLY
 from tandem.proto.sampling import Sampling
 from tests.cluster.fake_gateway import FakeGateway, serving
 
@@ -313,8 +314,8 @@ class TestGenerate:
             (("--token-ids", "1", "--chat"), "--chat needs text"),
             (("--file", "/nonexistent"), "--file /nonexistent"),
             (("--token-ids", "-1", "--address", "127.0.0.1:1"), "-1"),
-            (("x", "--n", "-1", "--address", "127.0.0.1:1"), "sampling.n is -1"),
-            (("x", "--seed", "-1", "--address", "127.0.0.1:1"), "sampling.seed is -1"),
+            (("x", "--n", "-1", "--address", "127.0.0.1:1"), "tandem: --n is -1"),
+            (("x", "--seed", "-1", "--address", "127.0.0.1:1"), "tandem: --seed is -1"),
         ],
     )
     def test_bad_usage(self, capsys: Capture, arguments: tuple[str, ...], part: str) -> None:
@@ -328,6 +329,19 @@ class TestGenerate:
     def test_what_the_gateway_refuses(self, capsys: Capture, status: grpc.StatusCode, code: int) -> None:
         with serving(FakeGateway(words=(), fails=(status, "top_p is 2"))) as address:
             assert failed(capsys, "generate", "x", "--address", address)[0] == code
+
+    @pytest.mark.parametrize(
+        ("said", "line"),
+        [
+            (f"text: {TOKEN_IDS_ONLY}", "the prompt is text; the checkpoint has no tokenizer.json: give --token-ids"),
+            ("sampling.top_p is 2; it must be in (0, 1]", "--top-p is 2; it must be in (0, 1]"),
+            ("sampling.stop_token_ids[0] is 9; the", "--stop-token-id[0] is 9; the"),
+            ("token_ids[0] is 9; the vocabulary has", "token_ids[0] is 9; the vocabulary has"),
+        ],
+    )
+    def test_refusals_name_the_options(self, capsys: Capture, said: str, line: str) -> None:
+        with serving(FakeGateway(words=(), fails=(grpc.StatusCode.INVALID_ARGUMENT, said))) as address:
+            assert failed(capsys, "generate", "x", "--address", address) == (2, f"tandem: {line}")
 
     def test_an_error_in_the_middle_stands_on_a_line_of_its_own(self, capsys: Capture) -> None:
         with serving(FakeGateway(fails=(grpc.StatusCode.DEADLINE_EXCEEDED, "too late"))) as address:

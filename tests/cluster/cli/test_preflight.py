@@ -14,7 +14,8 @@ from types import SimpleNamespace
 import pytest
 
 from tandem.cache.kernels.build.nvml import Driver, Gpu
-from tandem.cluster.cli import preflight, rank_room
+from tandem.cluster.cli import foreground, preflight, rank_room
+from tandem.cluster.cli.commands import main
 from tandem.cluster.cli.preflight import check_host, check_ray, fitting_config
 from tandem.cluster.config.cluster_config import ClusterConfig, load_config
 from tandem.cluster.errors import ConfigError, StartFailed
@@ -115,7 +116,7 @@ def test_workers_that_share_cores_are_counted(model: Path, monkeypatch: pytest.M
 def test_a_model_without_a_tokenizer_is_warned_of(model: Path) -> None:
     (model / "tokenizer.json").unlink()
     warning, *_ = check_host(config_of(model), own_ray=False)
-    assert warning == f"{model} has no tokenizer.json: prompts and answers are token ids only, and chats are refused"
+    assert warning == "the model has no tokenizer.json: prompts and answers are token ids alone, and chats are refused"
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "nobody.invalid:6379", "127.0.0.1", "ray://127.0.0.1:x"])
@@ -152,6 +153,20 @@ def test_an_error_comes_before_torch_and_ray(model: Path, runtime_folder: Path) 
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr.splitlines()[-1] == "tandem: model.max_model_len is 17; the checkpoint takes at most 16"
     assert (done.returncode, done.stdout) == (2, "set()\n")
+
+
+def test_errors_show_the_path_that_was_typed(
+    model: Path, runtime_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (model.parent / "beside").mkdir()
+    monkeypatch.chdir(model.parent / "beside")
+    monkeypatch.setattr(foreground.logging, "basicConfig", lambda **_: None)
+    monkeypatch.setattr(foreground, "set_title", lambda _: None)
+    (model / "config.json").write_text("{")
+    with pytest.raises(SystemExit, match="2"):
+        main(["up", str(DEPLOY / "local.yaml"), "--model", "../model", "--grpc-port=0"])
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "model.path" in line)
+    assert line.startswith("tandem: model.path: ../model/config.json is not readable JSON: ")
 
 
 @pytest.mark.parametrize("key", ["gateway.host", "metrics.host"])

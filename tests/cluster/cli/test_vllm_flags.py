@@ -46,6 +46,10 @@ def test_our_own_options_pass() -> None:
 def test_all_are_on_the_page_and_all_keys_exist() -> None:
     page = (ROOT / PAGE.partition("#")[0]).read_text(encoding="utf-8")
     assert {flag for flag in FLAGS if flag.startswith("--") and f"`{flag}" not in page} == set()
+    table = page.partition("\n## Flags\n")[2].partition("\n### ")[0]
+    rows = (line.partition(" | ")[0] for line in table.splitlines() if line.startswith("| `"))
+    listed = {flag for row in rows for flag in re.findall(r"`(--[\w-]+)", row)}
+    assert listed - set(FLAGS) == {"--model"}, "ours, too"
     defaults = ClusterConfig().model_dump()
     keys = set(re.findall(r"(\w+)\.(\w+)", " ".join(FLAGS.values())))
     assert {f"{section}.{key}" for section, key in keys if key not in defaults[section]} == set()

@@ -133,8 +133,14 @@ def test_an_unknown_key_like_nothing_gets_no_suggestion() -> None:
         ("gateway.queue_seconds=.nan", ["gateway.queue_seconds is nan"]),
         ("gateway.host=0.0.0.0", ["gateway.host is '0.0.0.0'", "loopback", "TLS"]),
         ("gateway.host=example.org", ["gateway.host is 'example.org'", "loopback", "security.token_file"]),
-        ("security.tls_cert=a.pem", ["security is {'tls_cert': 'a.pem'}", "both tls_cert and tls_key"]),
-        ("security.client_ca=a.pem", ["security is {'client_ca': 'a.pem'}", "where client_ca is set"]),
+        (
+            "security.tls_cert=a.pem",
+            ["security is a section with tls_cert", "both tls_cert and tls_key"],
+        ),
+        (
+            "security.client_ca=a.pem",
+            ["security is a section with client_ca", "where client_ca is set"],
+        ),
         ("name=a/b", ["name is 'a/b'", "letters, digits"]),
         ("cache.gpu_memory_utilization=1.5", ["cache.gpu_memory_utilization is 1.5", "less than or equal to 1"]),
         ("cache.gpu_memory_utilization=0", ["cache.gpu_memory_utilization is 0", "greater than 0"]),
@@ -274,9 +280,9 @@ def test_all_findings_come_at_once() -> None:
 @pytest.mark.parametrize(
     ("override", "part"),
     [
-        ("foo", "must be dotted.key=value"),
-        ("=3", "must be dotted.key=value"),
-        ("name=[1", "not YAML"),
+        ("foo", "--set is 'foo'; it must be KEY=VALUE"),
+        ("=3", "it must be KEY=VALUE"),
+        ("name=[1", "its value must be YAML: line 1"),
         ("name.x=1", "name is {'x': 1}"),
     ],
 )
@@ -347,7 +353,7 @@ class TestEnvironment:
         assert lines[0].startswith(f"{path}: cache.page_size is 12; ")
         assert lines[1].startswith("TANDEM_GATEWAY__PORT: gateway.port is 70000; ")
         assert lines[2].startswith("TANDEM_GATEWAY__PROT: unknown key gateway.prot; did you mean gateway.port? ")
-        with pytest.raises(ConfigError, match=r"^TANDEM_GATEWAY__PORT: the value is not YAML"):
+        with pytest.raises(ConfigError, match=r"^TANDEM_GATEWAY__PORT is .*; it must be YAML: line 1"):
             load_config(None, (), {"TANDEM_GATEWAY__PORT": "["})
 
 

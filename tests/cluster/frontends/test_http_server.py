@@ -129,7 +129,7 @@ class TestCalls:
             ({**BODY, "prompt": [[5], [6, 1 << 30]]}, "prompt", "prompt[1][1] is 1073741824; the vocabulary has"),
             ({**BODY, "prompt": [[5], [5] * 256]}, "prompt", "prompt[1] has 256 token ids; 1 to 255 are accepted"),
             ({**BODY, "prompt": [5, 1 << 30]}, "prompt", "prompt[1] is 1073741824; the vocabulary has"),
-            ({**BODY, "prompt": "text"}, "prompt", "prompt: the checkpoint has no tokenizer.json"),
+            ({**BODY, "prompt": "text"}, "prompt", "prompt: the checkpoint has no tokenizer.json; a list"),
             ({**BODY, "stop": "x"}, "stop", "stop: stop strings need a tokenizer"),
             ({**BODY, "max_tokens": 254}, "max_tokens", "max_tokens is 254 after a prompt of 3 tokens; the model's"),
             ({**BODY, "prompt": [5] * 256}, "prompt", "prompt has 256 token ids; 1 to 255 are accepted"),
@@ -143,6 +143,13 @@ class TestCalls:
         long = "This model's maximum context length is 256 tokens. However, " * (error["code"] is not None)
         assert error["message"].startswith(long + message)
         assert error["code"] in (None, "context_length_exceeded")
+
+    def test_a_chat_without_a_tokenizer(self, quiet: OpenGateway) -> None:
+        error = refused(post(quiet.http, CHATS, {"messages": [{"role": "user", "content": "a"}]}), 400)
+        assert error["param"] == "messages"
+        assert error["message"] == (
+            "messages: the checkpoint has no tokenizer.json; /v1/completions accepts a list of token ids as its prompt"
+        )
 
     @pytest.mark.parametrize("stream", [False, True])
     def test_ignored_fields_are_listed_in_a_header(self, quiet: OpenGateway, stream: bool) -> None:

@@ -22,7 +22,8 @@ class Registration:
     module: str
     class_name: str
     devices: tuple[str, ...]  # "cpu", "cuda": where its workers may compute
-    install: str = ""  # what brings the packages that its module imports
+    package: str = ""  # what its module imports of what not all installations have
+    install: str = ""  # what brings it
     spans_hosts: bool = False
     elastic: bool = False  # see Transport
 
@@ -35,6 +36,7 @@ TRANSPORTS: Mapping[str, Registration] = MappingProxyType(
             "tandem.transfer.nixl.transport",
             "NixlTransport",
             ("cpu", "cuda"),
+            package="nixl",
             install=install("nixl"),
             spans_hosts=True,
             elastic=True,
@@ -43,6 +45,7 @@ TRANSPORTS: Mapping[str, Registration] = MappingProxyType(
             "tandem.transfer.nvshmem.transport",
             "NvshmemTransport",
             ("cuda",),
+            package="nvshmem",
             install=install("cuda13", "cuda12"),
         ),
     }

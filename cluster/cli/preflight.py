@@ -8,6 +8,7 @@ import re
 import resource
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 from tandem.cache.kernels.build.build_once import cache_folder
@@ -27,7 +28,9 @@ from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import ConfigError, StartFailed
 from tandem.cluster.processes.ray_access import asked_host, check_ray_answers, machine_address
 from tandem.cluster.supervision.shared_ports import check_ports
+from tandem.cluster.tools.architectures import MTP_FIELDS
 from tandem.cluster.tools.nearest_families import nearest_families
+from tandem.transfer.factory import TRANSPORTS
 from tandem.workers.checkpoint.errors import ModelError, UnknownArchitecture
 from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.checkpoint.first_checks import first_checks
@@ -57,7 +60,7 @@ def check_host(config: ClusterConfig, *, own_ray: bool, beside: Set[int] = froze
     """
     check_model(config)
     of_gpus = _check_gpus(config, read_driver(), replaces=bool(beside))
-    findings = [*of_gpus, *too_many_workers(config)] if own_ray else []
+    findings = [*of_gpus, *too_many_workers(config), *_check_packages(config)] if own_ray else []
     if findings:
         raise ConfigError("\n".join(findings))
     config.security.server.check()
@@ -113,8 +116,34 @@ def check_model(config: ClusterConfig) -> None:
     except ModelError as error:
         raise ConfigError(f"model.path: {error}") from None
     _check_draft(config)
+    _check_divided(config, Fields.from_file(folder / "config.json"))
     if longest is not None and (section.max_model_len or 0) > longest:
         raise ConfigError(f"model.max_model_len is {section.max_model_len}; the checkpoint takes at most {longest}")
+
+
+def _check_divided(config: ClusterConfig, fields: Fields) -> None:
+    """ConfigError for ranks and drafts that no family with this config.json has."""
+    heads = fields.raw("num_attention_heads")
+    for key in ("prefill_ranks", "decode_ranks"):
+        ranks = getattr(config.island, key)
+        if isinstance(heads, int) and heads % ranks:
+            raise ConfigError(f"island.{key} is {ranks}; it must divide the model's num_attention_heads, {heads}")
+    if config.speculation.method == "mtp":
+        names = sorted({*MTP_FIELDS.values()})
+        if not any(one.raw(name) for one in (fields, fields.section("text_config")) for name in names):
+            raise ConfigError(
+                "speculation.method is 'mtp'; it must be another one where the model has no layer for multi-token "
+                f"prediction: {' and '.join(names)} are 0 or missing in its config.json"
+            )
+
+
+def _check_packages(config: ClusterConfig) -> Iterator[str]:
+    transport = TRANSPORTS.get(config.island.transport)
+    if transport is not None and transport.package and find_spec(transport.package) is None:
+        yield (
+            f"island.transport is {config.island.transport!r}; its package {transport.package} is not installed: "
+            f"{transport.install}"
+        )
 
 
 def _check_draft(config: ClusterConfig) -> None:

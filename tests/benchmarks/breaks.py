@@ -12,6 +12,7 @@ import os
 import re
 import resource
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -34,7 +35,8 @@ HEAD = """# Mistakes and errors
 
 The messages for {count} deliberate mistakes. Each error is one line on stderr, or one line for each finding.
 Exit code 2 means a mistake in a command, a configuration or a checkpoint; 1 means a failure. Seconds are the command's
-CPU time on one machine. All errors come before torch and Ray are imported. DIR is a checkpoint's folder.
+CPU time on one machine. All errors come before torch and Ray are imported. DIR is a checkpoint's folder,
+PORT a port that another process has.
 
 `python -m tests.benchmarks.breaks --write` makes this page.
 
@@ -45,7 +47,8 @@ CPU time on one machine. All errors come before torch and Ray are imported. DIR 
 
 @dataclass(frozen=True)
 class Break:
-    """A mistake. words: of the command, in which DIR is a copy of the demo's checkpoint. prepare: changes that copy."""
+    """A mistake. words: of the command, in which DIR is a copy of the demo's checkpoint and PORT a port that is taken.
+    prepare: changes that copy."""
 
     title: str
     words: str
@@ -136,6 +139,8 @@ BREAKS = (
     Break("feed-forwards of another width", UP_DIR, config(intermediate_size=1024)),
     Break("an unknown type of RoPE", UP_DIR, config(rope_scaling={"rope_type": "ntk"})),
     Break("an activation that is not served", UP_DIR, config(hidden_act="relu6")),
+    Break("a field that is missing", UP_DIR, config(hidden_size=None)),
+    Break("ranks that do not divide the heads", f"{UP_DIR} --set island.decode_ranks=4"),
     Break("heads that do not divide", UP_DIR, config(num_key_value_heads=4)),
     Break("more pages than are accepted", f"{UP_DIR} --set cache.num_pages=100000000"),
     Break("no such YAML", "up DIR/cluster.yaml --model DIR"),
@@ -158,7 +163,9 @@ BREAKS = (
     Break("more workers than Ray counts CPUs for", f"{UP_DIR} --set ray.num_cpus=2 --set island.num_prefill=50"),
     Break("GPUs that are not there", "up deploy/gpu-1p1d.yaml --model DIR"),
     Break("no Ray at the address", f"{UP_DIR} --address 127.0.0.1:1"),
+    Break("a port that is taken", f"{UP_DIR} --grpc-port PORT"),
     Break("a draft without a model", f"{UP_DIR} --set speculation.method=draft_model"),
+    Break("drafts by layers that are not there", f"{UP_DIR} --set speculation.method=mtp"),
     Break("an unknown format of KV", f"{UP_DIR} --set cache.kv_cache_dtype=int4"),
     Break("a prompt for no cluster", "generate hello --address 127.0.0.1:1"),
     Break("a prompt given twice", "generate hello --token-ids 1,2"),
@@ -172,20 +179,26 @@ BREAKS = (
 
 
 @contextmanager
-def prepared(one: Break) -> Iterator[tuple[list[str], dict[str, str], Path]]:
-    """The command's words, its environment with a runtime folder of its own, and the checkpoint's folder."""
-    with tempfile.TemporaryDirectory() as folder:
+def prepared(one: Break) -> Iterator[tuple[list[str], dict[str, str], dict[str, str]]]:
+    """The command's words, its environment with a runtime folder of its own, and what stands in `words` for the
+    checkpoint's folder and for a port that is taken."""
+    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as taken:
         model = Path(folder) / "model"
         shutil.copytree(DEMO, model)
         one.prepare(model)
-        words = [word.replace("DIR", str(model)) for word in one.words.split()]
+        port = taken.getsockname()[1]
+        words = [word.replace("DIR", str(model)).replace("PORT", str(port)) for word in one.words.split()]
         outer = {name: value for name, value in os.environ.items() if not name.startswith(("TANDEM_", "HF_"))}
-        yield words, {**outer, **one.environ, "XDG_RUNTIME_DIR": folder, "COLUMNS": "200"}, model
+        yield (
+            words,
+            {**outer, **one.environ, "XDG_RUNTIME_DIR": folder, "COLUMNS": "200"},
+            {str(model): "DIR", str(port): "PORT"},
+        )
 
 
 def run(one: Break) -> Outcome:
     """Runs the command."""
-    with prepared(one) as (words, environ, model):
+    with prepared(one) as (words, environ, placed):
         command = [sys.executable, "-m", "tandem.cluster.cli", *words]
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(
@@ -193,12 +206,12 @@ def run(one: Break) -> Outcome:
         )
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
-    return Outcome(done.returncode, seconds, _without_paths(done.stderr, model))
+    return Outcome(done.returncode, seconds, _without_paths(done.stderr, placed))
 
 
 def run_forked(one: Break) -> Forked:
     """Runs the command in a fork of this process, which has imported the command line but neither torch nor Ray."""
-    with prepared(one) as (words, environ, model), tempfile.TemporaryFile("w+") as said:
+    with prepared(one) as (words, environ, placed), tempfile.TemporaryFile("w+") as said:
         child = os.fork()
         if not child:
             code, heavy = 70, 0  # EX_SOFTWARE: main() has not ended as it does
@@ -216,12 +229,13 @@ def run_forked(one: Break) -> Forked:
                 os._exit(code | heavy)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         said.seek(0)
-        text = _without_paths(said.read(), model)
+        text = _without_paths(said.read(), placed)
     return Forked(Outcome(code & ~HEAVY_BIT, 0.0, text), bool(code & HEAVY_BIT))
 
 
-def _without_paths(text: str, model: Path) -> str:
-    text = text.replace(str(model), "DIR").replace(f"{ROOT}/", "").replace(str(Path.home()), "~")
+def _without_paths(text: str, placed: Mapping[str, str]) -> str:
+    for found, typed in {**placed, f"{ROOT}/": "", str(Path.home()): "~"}.items():
+        text = text.replace(found, typed)
     return "\n".join(_errors(text))
 
 

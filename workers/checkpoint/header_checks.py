@@ -39,7 +39,7 @@ def check_shapes(folder: Path, fields: Fields, has: AbstractSet[str]) -> None:
                 )
         numbers = (LAYER.match(name) for name in shapes)
         found = max([found, *(int(number[1]) + 1 for number in numbers if number)])
-    if 0 < found < wanted:
+    if found and wanted and (found < wanted or (found > wanted and not has)):
         raise InvalidWeights(f"{folder}: num_hidden_layers is {wanted} in config.json; the weights have {found} layers")
 
 
@@ -67,7 +67,7 @@ def _asked(fields: Fields, has: AbstractSet[str], shapes: Shapes) -> Iterator[tu
 
 def _read(folder: Path) -> list[tuple[Path, int, Shapes]]:
     """Each file, where its last tensor ends, and the shapes of its tensors; none where a header is malformed, for which
-    loading has an error. Raises CheckpointMissing."""
+    loading has an error. Raises CheckpointMissing and InvalidWeights."""
     try:
         return [
             (
@@ -77,7 +77,7 @@ def _read(folder: Path) -> list[tuple[Path, int, Shapes]]:
             )
             for path, begin, header in read_headers(folder)
         ]
-    except CheckpointMissing:
+    except (CheckpointMissing, InvalidWeights):
         raise
     except (ModelError, OSError, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         return []

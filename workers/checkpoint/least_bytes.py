@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tandem.workers.checkpoint.errors import ModelError
+from tandem.workers.checkpoint.errors import InvalidWeights, ModelError
 from tandem.workers.checkpoint.fields import MAX_JSON_BYTES
 from tandem.workers.checkpoint.files import POINTER, check_fetched, open_regular
 from tandem.workers.checkpoint.weight_files import weight_files
@@ -30,7 +30,11 @@ def read_headers(folder: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
         with open_regular(path) as file:
             first = file.read(len(POINTER))
             check_fetched(path, first)
-            size = int.from_bytes(first[:8], "little")
+            size, of_file = int.from_bytes(first[:8], "little"), path.stat().st_size
+            if size > of_file - 8:
+                raise InvalidWeights(
+                    f"{path} is cut short or no safetensors file: {of_file} bytes, and a header of {size}"
+                )
             file.seek(8)
             header = json.loads(file.read(min(size, MAX_JSON_BYTES)))
         header.pop("__metadata__", None)

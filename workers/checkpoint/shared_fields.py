@@ -6,20 +6,24 @@ from collections.abc import Set as AbstractSet
 from tandem.workers.checkpoint.errors import UnsupportedFeature
 from tandem.workers.checkpoint.fields import Fields
 
+REQUIRED = ("num_attention_heads", "hidden_size", "vocab_size", "intermediate_size", "num_hidden_layers",
+            "max_position_embeddings")  # fmt: skip
 MAX_HEADS = 1 << 14  # more than any model has
 GATED = ("silu", "swish", "gelu_pytorch_tanh")  # the activations that are served, by their names in config.json
-WITH_ALL = frozenset({"experts", "shared experts", "groups of experts", "latent attention", "attention by index keys"})
+WITH_ALL = frozenset({"experts", "shared experts", "groups of experts", "latent attention"})
 """What families may have that read hidden_act, and one RoPE of all layers."""
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 
 def check_shared(fields: Fields, has: AbstractSet[str]) -> None:
-    """Checks those that are there. has: the model's structure(). Raises InvalidConfig and UnsupportedFeature, in the
-    words of read_dense_config()."""
+    """Checks those that are there, or must be, in the words of read_dense_config(). has: the model's structure().
+    Raises InvalidConfig and UnsupportedFeature."""
     if "num_attention_heads" in fields:
         read_heads(fields, 1)
     if not has <= WITH_ALL:
         return
+    for name in REQUIRED:
+        fields.integer(name, minimum=1)
     if "hidden_act" in fields:
         read_activation_name(fields, "hidden_act", "", GATED)
     for name in ("rope_scaling", "rope_parameters"):

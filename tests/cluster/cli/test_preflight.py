@@ -19,8 +19,10 @@ from tandem.cluster.cli.commands import main
 from tandem.cluster.cli.preflight import check_host, check_ray, fitting_config
 from tandem.cluster.config.cluster_config import ClusterConfig, load_config
 from tandem.cluster.errors import ConfigError, StartFailed
+from tandem.cluster.tools.architectures import SIZES
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
+FIELDS = {"architectures": ["LlamaForCausalLM"], **SIZES["tiny"]}
 H200 = Gpu("H200", 139 << 30, (9, 0))
 
 
@@ -28,14 +30,16 @@ H200 = Gpu("H200", 139 << 30, (9, 0))
 def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
-    (folder / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    (folder / "config.json").write_text(json.dumps(FIELDS))
     (folder / "tokenizer.json").touch()
     (folder / "model.safetensors").write_bytes(b"\x02" + bytes(7) + b"{}")
     return folder
 
 
 @pytest.fixture(autouse=True)
-def _file_limit() -> Iterator[None]:
+def _of_any_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """All packages are there, and the limit of files stays."""
+    monkeypatch.setattr(preflight, "find_spec", lambda package: package)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, before)
@@ -139,7 +143,7 @@ finally:
 
 def test_an_error_comes_before_torch_and_ray(model: Path, runtime_folder: Path) -> None:
     """Whose imports take seconds, on a busy host a minute."""
-    (model / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 16}')
+    (model / "config.json").write_text(json.dumps({**FIELDS, "max_position_embeddings": 16}))
     words = (
         "up",
         str(DEPLOY / "local.yaml"),
@@ -153,6 +157,26 @@ def test_an_error_comes_before_torch_and_ray(model: Path, runtime_folder: Path) 
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.stderr.splitlines()[-1] == "tandem: model.max_model_len is 17; the checkpoint takes at most 16"
     assert (done.returncode, done.stdout) == (2, "set()\n")
+
+
+def test_a_transport_without_its_package(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "find_spec", lambda package: None)
+    check_host(config_of(model), own_ray=True)
+    nixl = config_of(model, **{"island.transport": "nixl"})
+    assert refused(nixl) == (
+        "island.transport is 'nixl'; its package nixl is not installed: pip install 'tandem-serve[nixl]'"
+    )
+    check_host(nixl, own_ray=False)
+
+
+def test_ranks_and_drafts_that_config_json_rules_out(model: Path) -> None:
+    assert refused(config_of(model, **{"island.decode_ranks": 3})) == (
+        "island.decode_ranks is 3; it must divide the model's num_attention_heads, 4"
+    )
+    mtp = config_of(model, **{"speculation.method": "mtp"})
+    assert "mtp_num_hidden_layers and num_nextn_predict_layers are 0 or missing in its config.json" in refused(mtp)
+    (model / "config.json").write_text(json.dumps({**FIELDS, "num_nextn_predict_layers": 1}))
+    check_host(mtp, own_ray=True)
 
 
 def test_errors_show_the_path_that_was_typed(

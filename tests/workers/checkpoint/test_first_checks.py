@@ -73,6 +73,8 @@ BROKEN: list[dict[str, object]] = [
     {"num_attention_heads": "x"},
     {"rope_scaling": {"rope_type": "ntk"}},
     {"rope_parameters": {"rope_type": "ntk"}},
+    {"intermediate_size": None},
+    {"hidden_size": 0},
 ]
 
 
@@ -132,6 +134,9 @@ def test_files_that_are_cut_short_and_layers_that_are_missing(tmp_path: Path) ->
     change(tmp_path, num_hidden_layers=3)
     with pytest.raises(InvalidWeights, match=r"num_hidden_layers is 3 in config\.json; the weights have 2 layers"):
         first_checks(tmp_path, has_weights=True)
+    change(tmp_path, num_hidden_layers=1)
+    with pytest.raises(InvalidWeights, match=r"num_hidden_layers is 1 in config\.json; the weights have 2 layers"):
+        first_checks(tmp_path, has_weights=True)
     change(tmp_path, num_hidden_layers=2)
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
@@ -152,8 +157,10 @@ def test_weights_of_another_model_are_noticed(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"has shape \[512, 64\]; config.json asks for \[512, 128\]"):
         check_weights(tmp_path, load_config(tmp_path))
     first_checks(tmp_path, has_weights=False)
-    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)  # which loading has an error for
-    first_checks(tmp_path, has_weights=True)
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 20)
+    early = said(first_checks, tmp_path, has_weights=True)
+    assert early == said(check_weights, tmp_path, load_config(tmp_path))
+    assert "is cut short or no safetensors file: 20 bytes, and a header of" in early
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
-from tandem.cache.plan.arrays import Int32Array
+from tandem.cache.plan.arrays import Int32Array, Int64Array
 
 FORGET = 0.8  # weight of earlier copies in the measured rate, after each new one
 MOST_BYTES = 8 << 30  # copied at once; beyond that the host waits for the oldest copies
@@ -142,10 +142,9 @@ class PageCopies:
         if number in self._under_way:
             self._under_way[number].copy.wait()
 
-    @property
-    def last(self) -> int:
-        """The number of the copies that were queued last."""
-        return self._number
+    def filled(self, group: int, slots: Int32Array) -> Int64Array:
+        """int64 [n]: numbers of copies; once one is past, its slot holds what was copied there last."""
+        return self._slots[group][slots]
 
     def settle(self, group: int, slots: Int32Array) -> None:
         """Returns once no copy reads or writes these slots, int32 [n]."""

@@ -83,7 +83,7 @@ class HostStore:
         self._came(group, names)
 
     def _came(self, group: int, names: dict[int, bytes]) -> None:
-        """Slots of a group are filled by copies that were queued last. names: digests by slot."""
+        """Copies that fill slots of a group are queued. names: digests by slot."""
 
     def has(self, digest: bytes) -> bool:
         return any(digest in shelf for shelf in self._shelves)

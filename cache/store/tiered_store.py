@@ -17,7 +17,8 @@ from tandem.cache.store.page_store import NamedPages, PageNames
 
 @dataclass(frozen=True)
 class _Filled:
-    """A slot that a copy fills, and how often it has been filled then. copy: the number of that copy."""
+    """A slot that a copy fills, and how often it has been filled then. copy: the number of its last copy, which comes
+    behind that one."""
 
     group: int
     digest: bytes
@@ -134,8 +135,10 @@ class TieredStore(HostStore):
         self.disk.close()
 
     def _came(self, group: int, names: dict[int, bytes]) -> None:
-        copy, times = self.copies.last, self._filled[group]
-        self._filling += [_Filled(group, digest, slot, int(times[slot]), copy) for slot, digest in names.items()]
+        slots = np.fromiter(names, np.int32, len(names))
+        times, copies = self._filled[group][slots].tolist(), self.copies.filled(group, slots).tolist()
+        of_slots = zip(names.items(), times, copies, strict=True)
+        self._filling += [_Filled(group, digest, slot, *rest) for (slot, digest), *rest in of_slots]
 
     def _is_there(self, of: _Filled) -> bool:
         """From the disk's thread."""

@@ -83,3 +83,11 @@ class AdaptedModel:
     def logits(self, sequence: int, token: int) -> Tensor:
         """Of an eager step of one row."""
         return self.runner.launch(Batch([sequence]), np.array([token]), None)[0]
+
+    def in_chunks(self, prompts: Mapping[int, Sequence[int]], splits: Mapping[int, int]) -> list[int]:
+        """The likeliest token behind each prompt. Those in `splits` come in two forwards, the others in the second."""
+        whole = {row: len(prompt) for row, prompt in prompts.items()}
+        firsts = [np.array(prompts[row][:end]) for row, end in splits.items()]
+        compute_prompts(self.runner, list(splits), firsts, [whole[row] for row in splits])
+        rest = [np.array(prompt[splits.get(row, 0) :]) for row, prompt in prompts.items()]
+        return compute_prompts(self.runner, list(prompts), rest, list(whole.values())).argmax(1).tolist()

@@ -43,7 +43,7 @@ from tests.benchmarks.step_bench import (
     random_pool,
     step_times,
 )
-from tests.support.adapters import held_adapters
+from tests.support.adapters import held_adapters, random_adapters
 from tests.support.tvm_cache import TvmCache
 from tests.support.whole_prompts import compute_prompts
 
@@ -85,8 +85,8 @@ class ModelBench:
             decoder = load_decoder(model, self.config, load_format="dummy", **where)
             self.adapters, self.digests = None, list[bytes]()
             if (weights := decoder.adapted) is not None:
-                count, rank = adapters.max_resident, adapters.max_rank
-                self.adapters, self.digests = held_adapters(self.config, weights, model, count, rank=rank)
+                folders = random_adapters(weights, model, adapters.max_resident)
+                self.adapters, self.digests = held_adapters(self.config, weights, folders)
         layout = kv_layout(self.config, PAGE_SIZE)
         longest = -(-(length + AHEAD) // layout.grain) * layout.grain
         use = PageUse(sequences, longest, chunk)

@@ -17,7 +17,7 @@ from tandem.workers.runner.model_cache import kv_layout, make_cache
 from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
-from tests.support.adapters import held_adapters
+from tests.support.adapters import held_adapters, random_adapters
 from tests.support.tvm_cache import TvmCache
 from tests.support.whole_prompts import compute_prompts
 
@@ -25,21 +25,21 @@ PAGE, LONGEST, MOST = 16, 256, 24
 
 
 class AdaptedModel:
-    """Holds `count` adapters, of which as many as there are slots are on the device."""
+    """Holds adapters, of which as many as there are slots are on the device."""
 
     def __init__(
         self,
         folder: Path,
-        adapters: Path,
+        adapters: Path | Sequence[Path],
         *,
         slots: int,
-        count: int,
+        count: int = 0,
         rank: int = 16,
         dtype: str = "float32",
         device: str = "cpu",
         kernels: KernelFactory = choose_kernels,
     ) -> None:
-        """adapters: a folder for them. Adapters of the same number are alike in each model."""
+        """adapters: their folders; or one for `count` random ones, which are alike in each model."""
         config = load_config(folder, dtype)
         settings, layout = AdapterSettings(slots, rank), kv_layout(config, PAGE)
         decoder = load_decoder(folder, config, device=device, adapters=settings)
@@ -51,7 +51,8 @@ class AdaptedModel:
         self.cache = TvmCache.of(
             make_cache(config, layout, pools, max_sequences=MOST, max_length=LONGEST, kernels=kernels)
         )
-        self.adapters, self.digests = held_adapters(config, decoder.adapted, adapters, count, rank=rank)
+        folders = random_adapters(decoder.adapted, adapters, count) if isinstance(adapters, Path) else adapters
+        self.adapters, self.digests = held_adapters(config, decoder.adapted, folders)
         self.runner = ModelRunner(decoder, self.cache, self.adapters)
 
     def add(self, sequence: int, adapter: int | None) -> None:

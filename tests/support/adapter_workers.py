@@ -1,4 +1,4 @@
-"""Both workers of an island that serves LoRA adapters, called as a gateway calls them, and the tokens of PEFT."""
+"""An island that serves LoRA adapters, whose workers are called as a gateway calls them, and the tokens to expect."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -13,7 +13,7 @@ from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from tandem.workers.config import AdapterSettings
 from tandem.workers.ports.authentication import authorized
 from tests.support import island as islands
-from tests.support.adapters import merged
+from tests.support.adapters import by_peft, merged
 from tests.support.oracle import greedy
 from tests.support.prompt_specs import prompt_message
 
@@ -98,6 +98,9 @@ def serving(model: Path, adapters: AdapterSettings, overrides: dict[str, Any] | 
         yield Workers(island, [authorized(Stub(channel), leaders[0].config.token) for channel in channels])
 
 
-def expected(model: Any, folder: Path | None, prompt: Sequence[int], tokens: int = TOKENS) -> list[int]:
-    with merged(model, folder) as adapted:
+def expected(
+    model: Any, folder: Path | None, prompt: Sequence[int], tokens: int = TOKENS, *, peft: bool = False
+) -> list[int]:
+    """peft: by PEFT, else with the adapter in the weights."""
+    with (by_peft if peft else merged)(model, folder) as adapted:
         return greedy(adapted, prompt, tokens)

@@ -2,13 +2,13 @@
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from tandem.workers.adapters.adapters import Adapters
 from tandem.workers.models.config import ModelConfig
@@ -50,15 +50,15 @@ def save_adapter(
 
 
 @contextmanager
-def merged(model: "PreTrainedModel", folder: Path | None) -> Iterator["PreTrainedModel"]:
-    """The model with the adapter in its weights, as PEFT merges it; None: as it is."""
+def by_peft(model: "PreTrainedModel", folder: Path | None) -> Iterator["PreTrainedModel"]:
+    """The model with the adapter; None: as it is."""
     if folder is None:
         yield model
         return
     from peft import PeftModel
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks transformers by a name that is on its way out
+        warnings.simplefilter("ignore")  # PEFT asks transformers by a name that is on its way out
         adapted: Any = PeftModel.from_pretrained(model, folder)
     try:
         yield adapted
@@ -66,13 +66,25 @@ def merged(model: "PreTrainedModel", folder: Path | None) -> Iterator["PreTraine
         adapted.unload()
 
 
-def with_tensors(folder: Path, change: Mapping[str, torch.Tensor | None]) -> None:
-    """Replaces, adds or removes tensors of a PEFT folder."""
-    from safetensors.torch import load_file
-
-    path = folder / "adapter_model.safetensors"
-    tensors = {name: one for name, one in {**load_file(path), **change}.items() if one is not None}
-    save_file(tensors, path)
+@contextmanager
+def merged(model: "PreTrainedModel", folder: Path | None) -> Iterator["PreTrainedModel"]:
+    """The same, with the adapter added to the weights: PEFT takes gate_proj and up_proj of a family with experts for
+    routed ones, wherever they are. For adapters of one rank and scale."""
+    before = {name: one.clone() for name, one in model.state_dict().items()} if folder is not None else {}
+    if folder is not None:
+        config = json.loads((folder / "adapter_config.json").read_text())
+        tensors, modules = load_file(folder / "adapter_model.safetensors"), dict(model.named_modules())
+        for name, a in tensors.items():
+            module, _, which = name.removeprefix("base_model.model.").partition(".lora_")
+            if which == "A.weight":
+                b = tensors[name.replace("lora_A", "lora_B")]
+                weight: Any = modules[module].weight
+                weight.data += config["lora_alpha"] / config["r"] * (b @ a)
+    try:
+        yield model
+    finally:
+        if before:
+            model.load_state_dict(before)
 
 
 def save_for(weights: AdaptedWeights, folder: Path, *, rank: int, seed: int = 0) -> Path:
@@ -91,13 +103,17 @@ def save_for(weights: AdaptedWeights, folder: Path, *, rank: int, seed: int = 0)
 
 
 def held_adapters(
-    config: ModelConfig, weights: AdaptedWeights, folder: Path, count: int, *, rank: int
+    config: ModelConfig, weights: AdaptedWeights, folders: Sequence[Path]
 ) -> tuple[Adapters, list[bytes]]:
-    """The adapters of a worker that holds `count` random ones, and their digests."""
-    adapters, digests = Adapters(config, weights, (count + 1) * weights.slot_bytes), list[bytes]()
-    for number in range(count):
-        path = save_for(weights, folder / str(number), rank=rank, seed=number)
-        adapters.read(number, str(number), str(path))
+    """The adapters of a worker that holds those in the folders, and their digests."""
+    adapters, digests = Adapters(config, weights, (len(folders) + 1) * weights.slot_bytes), list[bytes]()
+    for number, path in enumerate(folders):
+        adapters.read(number, path.name, str(path))
         digests.append(adapters.reading(number).result().digest)
         adapters.load(number, digests[-1])
     return adapters, digests
+
+
+def random_adapters(weights: AdaptedWeights, folder: Path, count: int) -> list[Path]:
+    """Folders with adapters of all products of a model, the same ones each time."""
+    return [save_for(weights, folder / str(number), rank=weights.rank, seed=number) for number in range(count)]

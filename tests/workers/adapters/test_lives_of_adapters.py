@@ -169,15 +169,17 @@ def test_host_memory_is_bounded(made: Made) -> None:
         assert workers.generate("r", PROMPT, digests[-1]) == made.tokens[1][:TOKENS]
 
 
-@pytest.mark.parametrize("method", ["ngram"])
-def test_drafts_are_verified_with_the_adapter(method: str, made: Made) -> None:
+def test_drafts_are_verified_with_the_adapter(made: Made) -> None:
     """The prompt repeats what follows it, so that drafts hold."""
-    repeated = [*PROMPT, *made.tokens[0], *PROMPT[-8:]]
+    repeated = [*PROMPT, *made.tokens[0], *PROMPT]
     wanted = expected(made.oracle, made.folders[0], repeated, 16)
-    overrides = {"speculation.method": method, "scheduler.max_batch_tokens": 64}
-    with serving(made.model, AdapterSettings(2, 4), overrides) as workers:
+    with serving(made.model, AdapterSettings(2, 4), {"speculation.method": "ngram"}) as workers:
         digest = workers.load("a", made.folders[0])
-        assert workers.generate("r", repeated, digest, 16) == wanted
+        reservation = workers.prepare("r", repeated, digest, 16)
+        first = workers.send("r", repeated, digest, reservation, 16).first_token
+        messages = list(workers.start("r", reservation, 16))
+    assert [first, *(token for one in messages for token in one.token_ids)] == wanted
+    assert messages[-1].decoded.drafted_tokens
 
 
 def test_the_watch_tells_of_adapters(made: Made, workers: Workers) -> None:

@@ -114,8 +114,9 @@ class AdapterReader:
     def _of_a(self, part: AdaptedPart, a: Tensor) -> list[Slice]:
         """The slices of a stored A that fill `a` [r, K], which this rank holds of it: columns where it has some of the
         weight's, else all."""
-        slices = slices_of(f"{part.name}.weight", a, self.config, (a.shape[0], -1))
-        return slices if slices[0].dim == 1 else [Slice(a)]
+        weight = torch.empty(part.rows, part.columns, device="meta")
+        first = slices_of(f"{part.name}.weight", weight, self.config, (part.rows, -1))[0]
+        return [Slice(a, 1, first.begin, first.extent) if first.dim == 1 else Slice(a)]
 
     def _of_b(self, part: AdaptedPart, b: Tensor) -> list[Slice]:
         """The same of a stored B and `b` [n, r]: rows where it has some of the weight's, else all."""

@@ -1,6 +1,7 @@
 """Which protections are taken out, one at a time. A line that keeps users from harm, and no feature, belongs here."""
 
 from tests.mutants.of_access import ACCESS
+from tests.mutants.of_adapters import ADAPTERS
 from tests.mutants.of_cache import CACHE
 from tests.mutants.of_cluster import CLUSTER
 from tests.mutants.of_handoff import HANDOFF
@@ -9,4 +10,4 @@ from tests.mutants.of_supervision import SUPERVISION
 from tests.mutants.of_transfer import TRANSFER
 from tests.mutants.of_workers import WORKERS
 
-MUTANTS = (*CACHE, *TRANSFER, *HANDOFF, *WORKERS, *PARKING, *CLUSTER, *SUPERVISION, *ACCESS)
+MUTANTS = (*CACHE, *TRANSFER, *HANDOFF, *WORKERS, *PARKING, *ADAPTERS, *CLUSTER, *SUPERVISION, *ACCESS)

@@ -131,6 +131,11 @@ class Adapters:
             for digest, one in self._held.items()
         )
 
+    def holds(self, digest: bytes) -> bool:
+        """Whether new sequences may use the adapter."""
+        held = self._held.get(digest)
+        return held is not None and not held.removed
+
     # Sequences
 
     def fits(self, digest: bytes, spare: int = 0) -> bool:
@@ -143,9 +148,9 @@ class Adapters:
 
     def take(self, sequence: int, digest: bytes) -> None:
         """The sequence uses the adapter from now on. Raises AdapterNotHeld and OutOfSlots."""
-        held = self._held.get(digest)
-        if held is None or held.removed:
+        if not self.holds(digest):
             raise AdapterNotHeld(digest)
+        held = self._held[digest]
         self._use(sequence, digest, held)
         held.users += 1
 

@@ -46,6 +46,10 @@ class AdapterActions:
         """LoRA adapters that the worker holds, the oldest first."""
         return () if self._adapters is None else self._adapters.held
 
+    def holds_adapter(self, digest: bytes) -> bool:
+        """See Adapters.holds."""
+        return self._adapters is not None and self._adapters.holds(digest)
+
     def has_slot(self, digest: bytes, spare: int = 0) -> bool:
         """Whether a sequence with this adapter, b"" for none, finds a slot now, and leaves `spare` unused. True where
         admit() says another no."""

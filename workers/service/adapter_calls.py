@@ -65,7 +65,7 @@ class AdapterLoads:
         check_digest(request.digest, "digest")
 
         def remove() -> bool:
-            known = is_held(self._engine, request.digest)
+            known = self._engine.holds_adapter(request.digest)
             if known:
                 self._engine.remove_adapter(request.digest)
             return known
@@ -84,14 +84,9 @@ class AdapterLoads:
 
 def check_held(engine: Engine, prompt: PromptSpec) -> PromptSpec:
     """The prompt. Raises AdapterNotHeld where no new request may use its adapter here."""
-    if prompt.adapter and not is_held(engine, prompt.adapter):
+    if prompt.adapter and not engine.holds_adapter(prompt.adapter):
         raise AdapterNotHeld(prompt.adapter)
     return prompt
-
-
-def is_held(engine: Engine, digest: bytes) -> bool:
-    """Whether new requests may use the adapter."""
-    return any(one.digest == digest and not one.removed for one in engine.adapters)
 
 
 def adapter_infos(engine: Engine) -> list[inference_pb2.AdapterInfo]:

@@ -26,7 +26,7 @@ from tandem.workers.requests.prompt_logprob_streams import PromptLogprobStream, 
 from tandem.workers.requests.token_stream import Tokens, TokenStream
 from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.guided import Constraint, Grammars, InvalidGuide
-from tandem.workers.service.adapter_calls import AdapterLoads, adapter_infos, check_held, is_held
+from tandem.workers.service.adapter_calls import AdapterLoads, adapter_infos, check_held
 from tandem.workers.service.call_checks import PromptCheck, check_request_id, check_sampling
 from tandem.workers.service.rank_infos import rank_infos
 from tandem.workers.service.reports import Reports
@@ -192,7 +192,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
         def announce(request: worker_pb2.AnnounceRequest) -> None:
             prompt = self._prompt(request)
-            if prompt.adapter and not is_held(self._loop.engine, prompt.adapter):
+            if prompt.adapter and not self._loop.engine.holds_adapter(prompt.adapter):
                 return  # RemoteSend refuses it; the stream has other prompts, too
             if self._loop.has_disk and self._loop.lifts.begin(prompt) is not None:
                 return  # its beginning comes from the disk meanwhile

@@ -26,8 +26,8 @@ from tandem.cache.store.disk.disk_pages import DiskSpace
 from tandem.cache.store.disk.page_files import FileShape
 from tandem.cache.store.host_store import HostStore
 from tandem.cache.store.parked_store import ParkedStore
-from tandem.transfer.machine_memory import machine_memory
 from tandem.cache.store.tiered_store import TieredStore
+from tandem.transfer.machine_memory import machine_memory
 from tandem.workers.checkpoint.identity import checkpoint_identity
 from tandem.workers.config import WorkerConfig
 from tandem.workers.handoff.sequence_room import longest_append

@@ -35,8 +35,8 @@ class CacheSection(Section):
     snapshot for each 16 of max_sequences + 8 states"""
     host_bytes: AnyBytes | None = Field(default=None, le=1 << 44)
     """host memory of each worker for evicted prefixes. The worker copies them back when a prompt begins with one,
-    unless computing is faster. 0 keeps none. null keeps none on CPUs, and on a GPU host a quarter of its memory, divided
-    among its workers, at most 64 GiB each. Must fit in the host's memory, or in its control group's limit"""
+    unless computing is faster. 0 keeps none. null keeps none on CPUs, and on a GPU host a quarter of its memory,
+    divided among its workers, at most 64 GiB each. Must fit in the host's memory, or in its control group's limit"""
     verify_host: bool = False
     """whether workers compare pages that come back from host memory with what they copied. They compute pages that
     differ again"""

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tandem.cache.plan.errors import InvalidArgument
-from tandem.workers import pool_pages as pool_pages_module
 from tandem.cache.plan.shard import Shard
+from tandem.workers import pool_pages as pool_pages_module
 from tandem.workers.config import Role, WorkerConfig
 from tandem.workers.models.registry import load_config
 from tandem.workers.pool_pages import (
@@ -104,6 +104,8 @@ def test_a_worker_takes_no_more_than_the_bound(tmp_path: Path, monkeypatch: pyte
     for there, found in ((1 << 42, 64 << 30), (1 << 10, 0)):
         monkeypatch.setattr(pool_pages_module, "machine_memory", lambda there=there: there)
         assert with_host_bytes(config, layout, 1024).host_bytes == found
+
+
 def test_disk_bytes_are_shared_as_host_bytes_are(tmp_path: Path) -> None:
     """Each rank has a folder and its part; other weights, types or ranks have another fingerprint."""
     folder = write(tmp_path, {**DENSE, "torch_dtype": "bfloat16"})

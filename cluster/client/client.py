@@ -148,7 +148,7 @@ class _Connection(ABC, Generic[UpdatesT, ModelT, ClusterT, ScaledT, MetricsT, Tr
         """Gives a running island another shape and returns when it serves again; None leaves a role as it is.
 
         island may be empty where there is one. num_islands: alone, of the whole cluster; returns when the new ones
-        serve, or when those that go have ended. Raises ScaleRefused when all serve on as they were.
+        serve, or when those that go have ended. Raises ScaleRefused when all keep serving as before.
         """
         return self._ask(
             lambda one: one.admin.Scale, scale_request(island, num_prefill, num_decode, num_islands), timeout

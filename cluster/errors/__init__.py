@@ -140,7 +140,7 @@ class Superseded(CallError):
 
 
 class ScaleRefused(CallError):
-    """An island cannot be given that shape, and serves on as it was."""
+    """An island cannot be given that shape, and keeps serving as before."""
 
 
 class ServerError(CallError):

@@ -97,7 +97,7 @@ class Admin(admin_pb2_grpc.AdminServicer):
         shaped = any(number is not None for number in wanted.values())
         if request.HasField("num_islands"):
             if shaped or request.island:
-                raise InvalidRequest("num_islands is there beside island, num_prefill or num_decode; give it alone")
+                raise InvalidRequest("num_islands must be alone, without island, num_prefill and num_decode")
             return ScaleOrder(next(self._numbers), "", None, None, request.num_islands)
         if not shaped:
             raise InvalidRequest("num_prefill, num_decode and num_islands are missing; give one or both, or the last")

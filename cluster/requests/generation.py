@@ -256,7 +256,7 @@ class Generation:
             if reason != FinishReason.RUNNING:
                 raise InvalidRequest(
                     f"resume.token_ids[{count - 1}] is {token_id}, which ends the request ({reason.name.lower()}); "
-                    "only a request that goes on can be resumed"
+                    "only a request that has not ended can be resumed"
                 )
         self._sent += token_ids
 

@@ -149,7 +149,7 @@ class RequestValidator:
             raise InvalidRequest("fork is set; the model has an encoder, whose prompt comes whole")
         for name in ("resume", "truncate_prompt_tokens"):
             if message.HasField(name):
-                raise InvalidRequest(f"{name} is set beside fork; send the tokens as token_ids with it")
+                raise InvalidRequest(f"{name} and fork are both set; send these tokens as token_ids")
         self._limits.check_length(len(message.fork.token_ids) + 1, 1)
 
     def _check_priority(self, message: inference_pb2.GenerateRequest) -> None:
@@ -230,7 +230,7 @@ class RequestValidator:
             params = replace(params, seed=secrets.randbits(63))
         resumes = message.HasField("resume")
         if resumes and not message.request_id:
-            raise InvalidRequest("request_id is empty; resume needs the id of the request that it goes on with")
+            raise InvalidRequest("request_id is empty; resume needs the id of the request that it continues")
         received = self._received(message.resume, params)
         request_id, tells = message.request_id or uuid.uuid4().hex, message.return_prompt_token_ids
         going_on = [len(answer.token_ids) for answer in received if answer.token_ids and not answer.ended]
@@ -261,7 +261,7 @@ class RequestValidator:
         if params.num_answers > params.n and any(answer.token_ids and not answer.ended for answer in received):
             raise InvalidRequest("resume.answers: with best_of an answer comes whole; it has ended or has no token_ids")
         if received and all(answer.ended for answer in received):
-            raise InvalidRequest("resume.answers have all ended; only a request that goes on can be resumed")
+            raise InvalidRequest("resume.answers have all ended; only a request that has not ended can be resumed")
         return received
 
     def _check_received(self, field: str, count: int, *, slides: bool) -> None:

@@ -153,7 +153,7 @@ class IslandSet:
         except TandemError as error:
             for number in numbers:
                 self._remove(number)
-            raise ScaleRefused(f"the islands serve on as they were: {error}") from error
+            raise ScaleRefused(f"the islands keep serving as before: {error}") from error
         return self._outcome(kept, started=missing, ended=0)
 
     def _wait_for(self, added: Sequence[IslandSupervisor]) -> None:

@@ -150,7 +150,7 @@ class IslandSupervisor(Supervisor):
         except ProcessEnded:
             raise
         except TandemError as error:
-            raise ScaleRefused(f"island {self.island_name} serves on as it was: {error}") from error
+            raise ScaleRefused(f"island {self.island_name} keeps serving as before: {error}") from error
         away = time.monotonic()
         self._stop_admission()
         try:

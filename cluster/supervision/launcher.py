@@ -200,7 +200,7 @@ class Cluster:
             self._autoscaler = None
 
     def scale_islands(self, number: int) -> None:
-        """Returns when so many serve. Raises a TandemError where they serve on as they were."""
+        """Returns when so many serve. Raises a TandemError if they keep serving as before."""
         if self._islands is None:
             raise StartFailed("the cluster stops")
         if number != self._islands.count:

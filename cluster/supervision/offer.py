@@ -147,7 +147,7 @@ class Offer:
         except TandemError as error:
             log.warning("the new cluster of this name has failed, and the islands given up do not start: %s", error)
         else:
-            log.warning("the new cluster of this name has failed; this one serves on with %d islands", kept)
+            log.warning("the new cluster of this name has failed; this one keeps serving with %d islands", kept)
         self._cluster.rest(False)
 
 

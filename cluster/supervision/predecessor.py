@@ -14,7 +14,7 @@ END_SECONDS = 300.0  # beyond the seconds that its calls have
 
 
 class Predecessor:
-    """Held from the constructor to close(). Without end() before it, the old cluster serves on as it was.
+    """Held from the constructor to close(). Without end() before it, the old cluster keeps serving as before.
 
     A cluster that ends by itself has no islands any more, and end() returns at once.
     Raises ClusterNotRunning where no cluster of that name offers to give way, StartFailed where it cannot.
@@ -88,7 +88,9 @@ class Predecessor:
     def give_up(self) -> None:
         """Makes it end one island, drained. StartFailed where it has a last one, or refuses."""
         if self.islands == 1:
-            raise StartFailed("there is no room for an island beside the running cluster, which has only one itself")
+            raise StartFailed(
+                "there is no room for another island, and the running cluster cannot give up its only one"
+            )
         answer = self._ask({"islands": self.islands - 1}, SCALE_SECONDS)
         if answer is not None and "error" in answer:
             raise StartFailed(f"the running cluster does not give up an island: {answer['error']}")

@@ -23,7 +23,7 @@ def take_encoder_prompt(message: inference_pb2.GenerateRequest, *, has_encoder: 
         return
     kind = message.WhichOneof("input")
     if kind is not None:
-        raise InvalidHalf(f"encoder_prompt is set beside {kind}; one of both is accepted")
+        raise InvalidHalf(f"encoder_prompt and {kind} are both set; only one is accepted")
     given = message.encoder_prompt.WhichOneof("input")
     if given is None:
         raise InvalidHalf("encoder_prompt is empty; set its text, token_ids or token_bytes")

@@ -38,7 +38,7 @@ def otlp_exporter(endpoint: str, service: str) -> "tuple[Callable[[admin_pb2.Tra
             result = super().export(spans)
             if result is not SpanExportResult.SUCCESS and not self.said:
                 self.said = True
-                log.warning("tracing.endpoint takes no spans; they are dropped, and this is said once")
+                log.warning("tracing.endpoint does not accept spans; they are dropped, without further warnings")
             return result
 
     logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # it says so each time

@@ -173,7 +173,7 @@ class TestIsland:
     def test_what_cannot_be_started_is_refused(self, room: int, fails: dict[str, Exception], reason: str) -> None:
         with supervised(FakeProcesses()) as cluster:
             cluster.processes.room, cluster.processes.fails = room, fails
-            named = "^num_prefill is 2 and num_decode is 2: island i serves on as it was: .*"
+            named = "^num_prefill is 2 and num_decode is 2: island i keeps serving as before: .*"
             with pytest.raises(ScaleRefused, match=named + reason):
                 scale(cluster, 2, 2).result(30)
             assert cluster.updates == [(1, 0, 2)]
@@ -326,7 +326,7 @@ class TestElasticIsland:
     def test_what_cannot_be_started_is_refused(self, room: int, fails: dict[str, Exception], reason: str) -> None:
         with elastic() as cluster:
             cluster.processes.room, cluster.processes.fails = room, fails
-            named = "^num_prefill is 2 and num_decode is 2: island i serves on as it was: .*"
+            named = "^num_prefill is 2 and num_decode is 2: island i keeps serving as before: .*"
             with pytest.raises(ScaleRefused, match=named + reason):
                 scale(cluster, 2, 2).result(30)
             assert cluster.updates == [(1, 0, 2)]

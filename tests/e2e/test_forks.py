@@ -106,7 +106,7 @@ def test_what_cannot_be_forked_is_refused(small_model: Path) -> None:
                     {"cache_salt": "mine"},
                     r"fork.token_ids\[0\] is 1048576; the vocabulary has",
                 ),
-                (Fork("parent", 3), {"truncate_prompt_tokens": 2}, "truncate_prompt_tokens is set beside fork"),
+                (Fork("parent", 3), {"truncate_prompt_tokens": 2}, "truncate_prompt_tokens and fork are both set"),
             ]
             for one, options, message in refused:
                 with pytest.raises(InvalidRequest, match=message):

@@ -110,7 +110,7 @@ def test_refusals(island: Island) -> None:
         ({"prompt_logprobs": 1}, "prompt_logprobs is set; a model with an encoder"),
         ({"sliding": {"window": 16, "sinks": 2}}, "sliding is set; the model has an encoder"),
         ({"decoder_prompt": [500]}, r"decoder_prompt\[1\] is 500; the vocabulary has 199"),
-        ({"encoder_prompt": [5]}, "encoder_prompt is set beside token_bytes; one of both is accepted"),
+        ({"encoder_prompt": [5]}, "encoder_prompt and token_bytes are both set; only one is accepted"),
         ({"decoder_prompt": "text"}, "decoder_prompt.text: the checkpoint has no tokenizer"),
     ]
     for changes, reason in cases:
@@ -118,7 +118,7 @@ def test_refusals(island: Island) -> None:
             complete(island.address, **{"prompt": [5, 6, 7], "max_tokens": 16, **GREEDY, **changes})
     body = {"model": _model(island), "prompt": [5], "encoder_prompt": [6]}
     error = refused(post(island.http, COMPLETIONS, body), 400)
-    assert "encoder_prompt is set beside prompt" in error["message"]
+    assert "encoder_prompt and prompt are both set" in error["message"]
 
 
 def test_model_info_says_how_long_an_encoders_prompt_may_be(island: Island) -> None:

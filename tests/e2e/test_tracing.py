@@ -119,5 +119,5 @@ def test_a_collector_that_is_down_costs_no_request(small_model: Path, caplog: py
     with running_island(small_model, options) as island:
         for number in range(3):
             generate(island.address, f"request {number}")
-    until(lambda: "takes no spans" in caplog.text)
-    assert caplog.text.count("takes no spans") == 1
+    until(lambda: "does not accept spans" in caplog.text)
+    assert caplog.text.count("does not accept spans") == 1

@@ -110,9 +110,9 @@ class Parking:
     def _check(self, priority: int) -> None:
         first = min(map(self._level, self._waiting), default=priority + 1)
         if first <= priority:
-            raise NoRoom(f"parked requests of priority {first} go on before one of priority {priority}")
+            raise NoRoom(f"parked requests of priority {first} resume before one of priority {priority} begins")
         if not self._granted and self._is_asked_for(priority):
-            raise NoRoom(f"a request of priority {self._refused[0]} waits for room before one of priority {priority}")
+            raise NoRoom(f"a request of priority {self._refused[0]} gets room before one of priority {priority}")
 
     def _refused_one(self, ask: Ask, *, parks: bool) -> "Future[None] | None":
         """Notes that a request found no room. The future ends when others have left for it; None if none will."""

@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -50,18 +50,28 @@ def build_once(folder: Path, name: str, key: bytes, make: Callable[[Path], objec
     built = built_path(folder, name, key)
     if not built.exists():
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with locked(folder / f".{built.name}.lock", LOCK_SECONDS):
-            if not built.exists():
-                with tempfile.TemporaryDirectory(dir=folder) as own:
-                    made = Path(own) / built.name
-                    make(made)
-                    made.replace(built)
+        lock = folder / f".{built.name}.lock"
+        with locked(lock, LOCK_SECONDS):
+            try:
+                if not built.exists():
+                    _make(built, make)
+            finally:
+                with suppress(OSError):
+                    lock.unlink()  # those who wait for it look for the file first, and so do those who come later
     return built
+
+
+def _make(built: Path, make: Callable[[Path], object]) -> None:
+    with tempfile.TemporaryDirectory(dir=built.parent) as own:
+        made = Path(own) / built.name
+        make(made)
+        made.replace(built)
 
 
 @contextmanager
 def locked(path: Path, seconds: float, wait: Callable[[], object] = lambda: None) -> Iterator[bool]:
-    """Holds the lock of a file, which is made and stays. No two processes or threads of a host hold it at once.
+    """Holds the lock of a file, which is made if it is not there. No two processes or threads of a host hold it at
+    once.
 
     Yields whether it is held: False after `seconds` in which others held it. wait: called before each new attempt; what
     it raises comes through. OSError if the file is not there and cannot be made. The kernel releases the lock of a

@@ -61,7 +61,7 @@ class CompletionBody(GenerationBody):
         if not isinstance(body, dict) or body.get("encoder_prompt") is None:
             return body
         if body.get("prompt") is not None:
-            raise ValueError("encoder_prompt is set beside prompt; one of both is accepted")
+            raise ValueError("encoder_prompt and prompt are both set; only one is accepted")
         return body | {"prompt": body["encoder_prompt"]}
 
     @field_validator("prompt", mode="before")

@@ -170,4 +170,4 @@ class WorkerChanges:
         return self._account.tell(self._island, without=without, leaving=self._leaving, missing=missing)
 
     def _refused(self, error: TandemError) -> ScaleRefused:
-        return ScaleRefused(f"island {self._account.name} serves on as it was: {error}")
+        return ScaleRefused(f"island {self._account.name} keeps serving as before: {error}")

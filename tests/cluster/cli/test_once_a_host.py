@@ -179,6 +179,7 @@ def test_a_file_is_made_by_one_process_and_others_wait_for_it(tmp_path: Path) ->
         goes_on.set()
         (there,) = {call.result(30) for call in calls}
     assert there.read_text() == str(*made)
+    assert list(tmp_path.iterdir()) == [there]
 
 
 def test_a_lock_that_another_user_made_and_a_file_system_without_locks_hold_nobody_up(

@@ -162,7 +162,7 @@ def test_what_is_not_supported_is_refused(name: str, value: Any, accepted: str) 
             ChatBody,
             {"messages": [TURN], "guided_json": {}, "guided_regex": "a"},
             "guided_regex",
-            "guided_regex is set beside guided_json; one of them is accepted",
+            "guided_regex and guided_json are both set; only one is accepted",
         ),
         (ChatBody, {"messages": [TURN], "structured_outputs": {"xml": 1}}, "structured_outputs.xml", "not supported"),
         (

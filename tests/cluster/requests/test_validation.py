@@ -47,8 +47,13 @@ def test_bytes_that_are_no_token_ids_are_refused(token_bytes: bytes, reason: str
     [
         ({}, {}, 0, "fork.request_id is empty; the id of the request that is forked is accepted"),
         ({"request_id": "a"}, {}, 20, "fork is set; the model has an encoder"),
-        ({"request_id": "a"}, {"resume": inference_pb2.Resume()}, 0, "resume is set beside fork; send the tokens as"),
-        ({"request_id": "a"}, {"truncate_prompt_tokens": 3}, 0, "truncate_prompt_tokens is set beside fork"),
+        (
+            {"request_id": "a"},
+            {"resume": inference_pb2.Resume()},
+            0,
+            "resume and fork are both set; send these tokens as",
+        ),
+        ({"request_id": "a"}, {"truncate_prompt_tokens": 3}, 0, "truncate_prompt_tokens and fork are both set"),
         ({"request_id": "a", "token_ids": [0] * 99}, {}, 0, "the prompt has 100 tokens; the model's context takes at"),
     ],
 )

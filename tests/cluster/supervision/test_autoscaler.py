@@ -181,10 +181,10 @@ def test_islands_that_must_be_on_this_host_ask_for_no_other() -> None:
 def test_a_refused_order_is_shown_and_tried_again() -> None:
     scene = Scene()
     scene.look(8, waiting=30)
-    scene.islands.end(ScaleRefused("the islands serve on as they were: disk"))
+    scene.islands.end(ScaleRefused("the islands keep serving as before: disk"))
     scene.look(9, waiting=30)
     assert scene.islands.orders == [2]
-    assert scene.state == (2, "the islands serve on as they were: disk")
+    assert scene.state == (2, "the islands keep serving as before: disk")
     scene.look(10, waiting=30)
     assert scene.islands.orders == [2, 2]
 

@@ -101,7 +101,7 @@ def test_new_islands_have_as_many_pages_as_the_others() -> None:
 
 def test_what_cannot_be_started_changes_nothing(scene: Scene) -> None:
     scene.processes.fails["c/c-2.1/decode (PE 1)"] = OSError("disk")
-    with pytest.raises(ScaleRefused, match="the islands serve on as they were: OSError: disk"):
+    with pytest.raises(ScaleRefused, match="the islands keep serving as before: OSError: disk"):
         scene.scale(3)
     assert scene.names == ["c"]
     assert not scene.failure.done()

@@ -151,9 +151,9 @@ def test_a_worker_comes_before_an_island_and_goes_behind_it() -> None:
 def test_an_island_that_is_refused_workers_gets_another_beside_it() -> None:
     scene = Scene()
     scene.look(16, waiting=30)
-    scene.islands.end(ScaleRefused("the island serves on as it was: no room"))
+    scene.islands.end(ScaleRefused("the island keeps serving as before: no room"))
     scene.look(2, waiting=30)
-    assert scene.said == "the island serves on as it was: no room"
+    assert scene.said == "the island keeps serving as before: no room"
     scene.look(18, waiting=30)
     assert scene.islands.orders == [Shape(1, 2), 2]
 
@@ -164,9 +164,9 @@ def test_an_order_that_is_refused_at_once_is_given_again_behind_the_cooldown() -
     scene.look(21)
     for orders in (1, 2, 3):
         assert scene.islands.orders == [Shape(1, 1)] * orders
-        scene.islands.end(ScaleRefused("the island serves on as it was"))
+        scene.islands.end(ScaleRefused("the island keeps serving as before"))
         scene.look(19)
-        assert scene.said == "the island serves on as it was"
+        assert scene.said == "the island keeps serving as before"
         scene.look(3)
 
 

@@ -128,7 +128,7 @@ def test_it_does_not_give_way_to_its_own_priority_or_in_vain(folder: Path) -> No
         with pytest.raises(NoRoom) as caught:
             pair.begin(name, prompt, most, priority)
         assert caught.value.coming is None
-    with pytest.raises(NoRoom, match="of priority 5 waits for room before one of priority 6"):
+    with pytest.raises(NoRoom, match="of priority 5 gets room before one of priority 6"):
         pair.begin("small", random_prompt(4, 5), 2, priority=6)
     pair.clock.now += 1
     awaited = pair.prepare("awaited", LOW, 12, priority=9)  # 4 pages that nobody can take away
@@ -146,7 +146,7 @@ def test_parked_requests_go_before_those_of_their_priority(folder: Path, oracle:
     park_low(pair)
     small = random_prompt(4, 5)
     for priority in (5, 7):
-        with pytest.raises(NoRoom, match=f"priority 5 go on before one of priority {priority}"):
+        with pytest.raises(NoRoom, match=f"priority 5 resume before one of priority {priority}"):
             pair.begin("small", small, 2, priority)
     pair.begin("small", small, 2, priority=4)
     pair.end_all()
@@ -157,7 +157,7 @@ def test_nothing_goes_before_one_that_was_parked_for_too_long(folder: Path, orac
     pair = ParkingPair(folder, parking=ParkingSettings(most=8, seconds=50.0))
     park_low(pair)
     pair.clock.now += 51
-    with pytest.raises(NoRoom, match="go on before one of priority -9"):
+    with pytest.raises(NoRoom, match="resume before one of priority -9"):
         pair.begin("small", random_prompt(4, 5), 2, priority=-9)
     pair.end_all()
     assert pair.all_tokens("low") == oracle["low"]

@@ -25,7 +25,7 @@ class ServiceManager:
         self._socket: socket.socket | None = None
         self._closed = threading.Event()
         self._beats: threading.Thread | None = None
-        self._failed = False
+        self._failed = self._stops = False
         if address:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             self._socket.settimeout(SEND_SECONDS)
@@ -43,14 +43,16 @@ class ServiceManager:
         self._send(f"STATUS={text}")
 
     def ready(self, text: str, alive: Callable[[], bool]) -> None:
-        """The service is up. From now on it shows that it is alive: by a thread, as long as alive() is true, until
-        close(). text: as of status()."""
+        """The service is up. From now on a thread shows that it is alive, as long as alive() is true or it stops,
+        until close(). text: as of status()."""
         self._send(f"READY=1\nSTATUS={text}")
         if self._socket is not None and self._watchdog_seconds > 0:
             self._beats = threading.Thread(target=self._beat, args=(alive,), name="watchdog", daemon=True)
             self._beats.start()
 
     def stopping(self) -> None:
+        """An end may take long, and has a limit of its own."""
+        self._stops = True
         self._send("STOPPING=1\nSTATUS=stopping")
 
     def close(self) -> None:
@@ -65,14 +67,15 @@ class ServiceManager:
 
     def _beat(self, alive: Callable[[], bool]) -> None:
         while not self._closed.wait(self._watchdog_seconds / BEATS):
-            if alive():
+            if self._stops or alive():
                 self._send("WATCHDOG=1")
 
     def _send(self, message: str) -> None:
-        if self._socket is None:
+        to = self._socket
+        if to is None:
             return
         try:
-            self._socket.sendto(message.encode(), self._address)
+            to.sendto(message.encode(), self._address)
         except OSError as error:
             if not self._failed:
                 log.warning("the service manager at %s does not hear this process: %s", SOCKET, error.strerror or error)

@@ -104,6 +104,7 @@ def built(folder: Path) -> list[Any]:
 
 
 @needs_kubectl
+@pytest.mark.long
 def test_an_overlay_changes_the_base(tmp_path: Path) -> None:
     """kustomize takes no base outside of a folder's own file system, so it is copied."""
     shutil.copytree(FOLDER, tmp_path / "kubernetes")

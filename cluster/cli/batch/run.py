@@ -7,14 +7,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from tandem.cluster.cli.batch.calls import Answer, Connection, Server
+from tandem.cluster.cli.batch.calls import CONNECT_SECONDS, Answer, Connection, Server
 from tandem.cluster.cli.batch.rows import Results, Row, failure, result
 from tandem.cluster.errors import TandemError
 
 FULL = 429
 AWAY = (502, 503)
-TRIES = 20  # that end with one of these while others are answered, after which it is about the request
+READY = "/ready"
+TRIES = 20  # that end with one of AWAY, after which it is about the request if the gateway is ready
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 30.0  # seconds between tries, growing from the first to the second
+LONGEST_WAIT = 300.0  # seconds that a gateway may ask for
 TIMEOUTS = 3  # of one row, after which it counts as failed
 LOOK_SECONDS = 0.2
 FLEX = "flex"  # the tier of the last priority that the gateway gives
@@ -44,21 +46,18 @@ class Batch:
         self._stop = threading.Event()
         self._failure: BaseException | None = None
         self._away_since: float | None = None  # None while the gateway is there
-        self._answered = 0
         self._connections: list[Connection] = []
 
     def run(self, show: Callable[[], None]) -> None:
         """Returns when each row has a result. show: called a few times a second. TandemError where the batch cannot go
         on; what has a result then keeps it, as after KeyboardInterrupt."""
-        threads = [
-            threading.Thread(target=self._work, name="batch", daemon=True) for _ in range(self._limits.in_flight)
-        ]
+        threads = [threading.Thread(target=self._work, name="batch") for _ in range(self._limits.in_flight)]
         try:
             for thread in threads:
                 thread.start()
-            while any(thread.is_alive() for thread in threads):
+            while not self._stop.is_set() and (alive := [thread for thread in threads if thread.is_alive()]):
                 show()
-                next(thread for thread in threads if thread.is_alive() or thread is threads[-1]).join(LOOK_SECONDS)
+                alive[0].join(LOOK_SECONDS)
         finally:
             self._stop.set()
             for connection in list(self._connections):
@@ -90,9 +89,9 @@ class Batch:
 
     def _line(self, connection: Connection, row: Row) -> dict[str, Any] | None:
         """None once the batch stops. A gateway that is away or full is asked again, later."""
-        body, timeouts, tries, pause, before = self._body(row), 0, 0, FIRST_PAUSE, self._answered
+        body, timeouts, tries, pause = self._body(row), 0, 0, FIRST_PAUSE
         while not self._stop.is_set():
-            wanted = 0.0
+            wanted, began = 0.0, time.monotonic()
             try:
                 answer = connection.call("POST", row.url, body)
             except TimeoutError:
@@ -100,32 +99,39 @@ class Batch:
                 if timeouts == TIMEOUTS:
                     return failure(row, "timeout", f"no answer within {self._limits.timeout:g} s, {TIMEOUTS} times")
             except OSError as error:
-                self._is_away(f"{self._server.host}:{self._server.port}: {error}")
+                self._is_away(f"{self._server.host}:{self._server.port}: {error}", began)
             else:
                 tries += answer.status in AWAY
-                if self._is_about_it(answer, lonely=tries < TRIES or self._answered == before):
-                    self._answered += 1
+                if self._is_about_it(answer, began, tries, connection):
                     return result(row, answer.status, answer.request_id, answer.value)
-                wanted = answer.retry_seconds or 0.0
+                wanted = min(answer.retry_seconds or 0.0, LONGEST_WAIT)
             self._stop.wait(max(wanted, pause) * random.uniform(0.75, 1.25))
             pause = min(2 * pause, LONGEST_PAUSE)
         return None
 
-    def _is_about_it(self, answer: Answer, *, lonely: bool) -> bool:
-        """Whether an answer is the request's, and not a word about the gateway. lonely: a status of AWAY is one, too.
+    def _is_about_it(self, answer: Answer, began: float, tries: int, connection: Connection) -> bool:
+        """Whether an answer is the request's, and not a word about the gateway. tries: that ended with one of AWAY.
         TandemError where no request will be taken."""
         if answer.status == 401:
             raise TandemError("the gateway asks for another token: TANDEM_API_KEY, or --token-file")
-        if answer.status in AWAY and lonely:
-            self._is_away(f"status {answer.status}: {answer.value!s:.200}")
+        if answer.status in AWAY and (tries < TRIES or not self._is_ready(connection)):
+            self._is_away(f"status {answer.status}: {answer.value!s:.200}", began)
             return False
         self._away_since = None
         return answer.status != FULL
 
-    def _is_away(self, reason: str) -> None:
-        """TandemError once it has been for too long."""
+    @staticmethod
+    def _is_ready(connection: Connection) -> bool:
+        """Whether the gateway says that it would serve requests."""
+        try:
+            return connection.call("GET", READY).status == 200
+        except OSError:
+            return False
+
+    def _is_away(self, reason: str, began: float) -> None:
+        """TandemError once it has been for too long. began: a call that got no answer; a long one was under way."""
         now = time.monotonic()
-        if self._away_since is None:
+        if self._away_since is None or now - began > 2 * CONNECT_SECONDS:
             self._away_since = now
         elif now - self._away_since > self._limits.patience and not self._stop.is_set():
             raise TandemError(f"the gateway has been away for {self._limits.patience:g} s: {reason}")

@@ -155,6 +155,7 @@ def test_only_so_many_are_in_flight(model: Path, batch: Callable[..., Outcome], 
     assert_whole(tmp_path / "out.jsonl", rows)
 
 
+@pytest.mark.long
 def test_a_full_gateway_is_asked_again(model: Path, batch: Callable[..., Outcome], tmp_path: Path) -> None:
     rows = [row(number) for number in range(12)]
     write(tmp_path / "in.jsonl", rows)
@@ -169,7 +170,7 @@ def answering(of: Callable[[dict[str, Any]], int]) -> Iterator[str]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.answer(404)
+            self.answer(200 if self.path == "/ready" else 404)
 
         def do_POST(self) -> None:
             self.answer(of(json.loads(self.rfile.read(int(self.headers["content-length"])))))
@@ -194,7 +195,8 @@ def answering(of: Callable[[dict[str, Any]], int]) -> Iterator[str]:
             thread.join()
 
 
-@pytest.mark.parametrize("status", [503, 0], ids=["says so", "hangs up"])
+@pytest.mark.gate("hangs-up")
+@pytest.mark.parametrize("status", [503, 0], ids=["says-so", "hangs-up"])
 def test_a_gateway_that_goes_away_ends_the_batch_and_loses_nothing(
     model: Path, batch: Callable[..., Outcome], tmp_path: Path, status: int
 ) -> None:
@@ -213,16 +215,38 @@ def test_a_gateway_that_goes_away_ends_the_batch_and_loses_nothing(
 def test_a_row_that_alone_fails_ends(
     batch: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one does whose workers are lost each time, while others are answered."""
+    """As one does whose workers are lost each time. The last one, too, when there is no other row left."""
     monkeypatch.setattr(run, "TRIES", 3)
     monkeypatch.setattr(run, "LONGEST_PAUSE", 0.2)
-    rows = [row(number) for number in range(60)]
+    rows = [row(number) for number in range(8)]
     write(tmp_path / "in.jsonl", rows)
-    bad = rows[0]["body"]["prompt"]
+    bad = rows[7]["body"]["prompt"]
     with answering(lambda body: 503 if body["prompt"] == bad else 200) as address:
-        assert batch(address, "--in-flight", "2")[0] == 1
+        assert batch(address, "--in-flight", "1")[0] == 1
     found = read(tmp_path / "out.jsonl")
-    assert [key for key, one in found.items() if one["response"]["status_code"] != 200] == ["row 0"]
+    assert len(found) == 8
+    assert [key for key, one in found.items() if one["response"]["status_code"] != 200] == ["row 7"]
+
+
+def test_one_row_that_cannot_go_on_ends_the_others(
+    model: Path, batch: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, though they wait for answers."""
+    write(tmp_path / "in.jsonl", [row(number) for number in range(3)])
+    waits = threading.Event()
+
+    def status(body: dict[str, Any]) -> int:
+        if body["prompt"] == GOOD["body"]["prompt"]:
+            return 401
+        waits.wait(60)
+        return 200
+
+    with answering(status) as address:
+        code, _, said = batch(address, "--in-flight", "3")
+        assert not waits.is_set()
+        waits.set()
+    assert code == 1
+    assert "another token" in said
 
 
 GOOD = row(0)

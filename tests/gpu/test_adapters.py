@@ -1,5 +1,6 @@
 """LoRA adapters on a GPU: their products, steps in CUDA graphs, and adapters that come in beside steps."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -121,7 +122,7 @@ def by_reference(projection: AdaptedProjection, x: Tensor) -> Tensor:
     return y
 
 
-def run(model: AdaptedModel, adapters: list[int | None]) -> list[list[int]]:
+def run(model: AdaptedModel, adapters: Sequence[int | None]) -> list[list[int]]:
     """Tokens of STEPS steps of as many rows, whose first inputs do not depend on the model."""
     prompts = {row: random_prompt(20 + row, row) for row in range(len(adapters))}
     for row, adapter in enumerate(adapters):

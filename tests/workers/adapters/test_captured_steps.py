@@ -1,5 +1,6 @@
 """Decode steps with adapters in graph buffers; here what would be a graph is computed anew."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ def models(folder: Path, adapters: Path, slots: int) -> tuple[AdaptedModel, Adap
     return captured, AdaptedModel(folder, adapters, slots=3, count=3, rank=4)
 
 
-def tokens_of(model: AdaptedModel, adapters: list[int | None]) -> list[list[int]]:
+def tokens_of(model: AdaptedModel, adapters: Sequence[int | None]) -> list[list[int]]:
     prompts = {row: random_prompt(9 + 2 * row, row) for row in range(len(adapters))}
     for row, adapter in enumerate(adapters):
         model.add(row, adapter)

@@ -42,7 +42,7 @@ MERGED = ("deepseek_v2", "deepseek_v3", "glm4_moe", "qwen3_next")  # for which s
 TOKENS = 6
 
 
-@pytest.mark.gate("deepseek_v3", "qwen3_next")
+@pytest.mark.gate("deepseek_v3")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_equal_the_oracles(family: str, tmp_path: Path) -> None:
     """Rows of two adapters and one of none in each step. The first one's prompt comes in two chunks."""

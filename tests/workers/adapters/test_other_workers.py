@@ -110,6 +110,7 @@ def test_a_parked_request_goes_on_with_its_adapter(tmp_path: Path) -> None:
         assert [held.name for held in workers.info(workers.decode).adapters] == [adapters[1].name]
 
 
+@pytest.mark.gate("without")
 @pytest.mark.parametrize("prompts", [True, False], ids=["prompts", "without"])
 def test_a_record_with_adapters_is_replayed(prompts: bool, tmp_path: Path) -> None:
     """Adapters are loaded, evicted and removed. A record without prompts finds the same prefixes."""

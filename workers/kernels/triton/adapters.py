@@ -108,7 +108,7 @@ def _shrink(
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = row < rows
     own = there & (tl.load(slots + row, mask=there, other=-1) == slot)
-    if tl.sum(own.to(tl.int32), 0) > 0:
+    if tl.sum(own.to(tl.int32), 0) > 0:  # pyright: ignore[reportOperatorIssue]
         column, step = tl.arange(0, WIDTH), tl.arange(0, DEPTH)
         begin = part * split
         end = tl.minimum(begin + split, depth)
@@ -135,7 +135,7 @@ def _expand(
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = row < rows
     slot_of = tl.load(slots + row, mask=there, other=-1).to(tl.int32)
-    if tl.sum((slot_of >= 0).to(tl.int32), 0) > 0:
+    if tl.sum((slot_of >= 0).to(tl.int32), 0) > 0:  # pyright: ignore[reportOperatorIssue]
         first = tl.program_id(1) * COLUMNS
         column, rank = first + tl.arange(0, COLUMNS), tl.arange(0, WIDTH)
         y_at = y + row[:, None].to(tl.int64) * y_row + column[None, :]
@@ -155,7 +155,7 @@ def _expand(
                 matrix = b + column[None, :].to(tl.int64) * RANK + rank[:, None]
                 for slot in range(0, num_slots):
                     own = slot_of == slot
-                    if tl.sum(own.to(tl.int32), 0) > 0:
+                    if tl.sum(own.to(tl.int32), 0) > 0:  # pyright: ignore[reportOperatorIssue]
                         right = tl.load(matrix, mask=inside[None, :] & (rank < RANK)[:, None], other=0.0)
                         added = tl.dot(left, right, input_precision=PRECISION)
                         acc += tl.where(own[:, None] & inside[None, :], added, 0.0)

@@ -64,6 +64,7 @@ class Rank:
     fences: list[Quiet] = field(default_factory=list)
     marks: list[Quiet] = field(default_factory=list)
     graph_sizes: GraphSizes = field(default_factory=GraphSizes)
+    adapters: None = None
 
     def __post_init__(self) -> None:
         rows = mailbox_rows(SIGNALS, 2)

@@ -118,6 +118,7 @@ class CountingModel:
 
     drafts = next_drafts = None  # no model drafts
     graph_sizes = GraphSizes()
+    adapters = None
 
     def __init__(self, cache: TvmCache, shape: Shape, findings: list[str]) -> None:
         self._cache = cache

@@ -94,6 +94,8 @@ class ScriptedNextDrafts:
 class ScriptedRunner:
     """Checks each input against the script, wherever it comes from, and grows the cache as a forward does."""
 
+    adapters = None
+
     def __init__(self, cache: TvmCache) -> None:
         self._cache = cache
         self._last: list[int] = []

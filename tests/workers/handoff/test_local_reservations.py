@@ -66,7 +66,7 @@ class Worker:
             writer=None,
         )
         settings = LoopSettings(10, sharing=True, max_batch_tokens=self.chunk, max_sequences=6)
-        runner = cast(ModelRunner, SimpleNamespace(graph_sizes=GraphSizes()))  # which launches nothing
+        runner = cast(ModelRunner, SimpleNamespace(graph_sizes=GraphSizes(), adapters=None))  # which launches nothing
         engine = Engine(self.cache, runner, transport)
         self.reservations = Reservations(engine, Counters(), SequenceIds(), settings, Clock())
         self.texts = [[random.randrange(10) for _ in range(LONGEST)] for _ in range(2)]

@@ -20,6 +20,7 @@ class Device:
     """Forwards are done one by one."""
 
     graph_sizes = GraphSizes()
+    adapters = None
 
     def __init__(self, *, drops_past: bool = False, recurs: bool = False, slides: bool = False) -> None:
         self.launched = self.done = 0

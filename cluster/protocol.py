@@ -75,6 +75,7 @@ class PromptOptions(TypedDict, total=False):
     truncate_prompt_tokens: int
     return_prompt_token_ids: bool
     service_tier: str
+    model: str
     encoder_prompt: HalfPrompt
     decoder_prompt: HalfPrompt
     template_kwargs: Mapping[str, Any]

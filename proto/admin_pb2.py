@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18tandem/proto/admin.proto\x12\ttandem.v1\"%\n\x0fGetTraceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"3\n\x10GetTraceResponse\x12\x1f\n\x05trace\x18\x01 \x01(\x0b\x32\x10.tandem.v1.Trace\"p\n\x05Trace\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08given_id\x18\x02 \x01(\t\x12\x10\n\x08trace_id\x18\x03 \x01(\t\x12\x0f\n\x07sampled\x18\x04 \x01(\x08\x12\x1e\n\x05spans\x18\x05 \x03(\x0b\x32\x0f.tandem.v1.Span\"\xd3\x01\n\x04Span\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07process\x18\x02 \x01(\t\x12\x0f\n\x07span_id\x18\x03 \x01(\t\x12\x11\n\tparent_id\x18\x04 \x01(\t\x12\x10\n\x08\x62\x65gin_ns\x18\x05 \x01(\x06\x12\x0e\n\x06\x65nd_ns\x18\x06 \x01(\x06\x12\x33\n\nattributes\x18\x07 \x03(\x0b\x32\x1f.tandem.v1.Span.AttributesEntry\x1a\x31\n\x0f\x41ttributesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x13\n\x11GetMetricsRequest\"\"\n\x12GetMetricsResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x9a\x01\n\x0cScaleRequest\x12\x0e\n\x06island\x18\x01 \x01(\t\x12\x18\n\x0bnum_prefill\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nnum_decode\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0bnum_islands\x18\x04 \x01(\rH\x02\x88\x01\x01\x42\x0e\n\x0c_num_prefillB\r\n\x0b_num_decodeB\x0e\n\x0c_num_islands\"\xb0\x01\n\rScaleResponse\x12\x0e\n\x06island\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0bnum_prefill\x18\x03 \x01(\r\x12\x12\n\nnum_decode\x18\x04 \x01(\r\x12\x0c\n\x04kept\x18\x05 \x01(\r\x12\x0f\n\x07started\x18\x06 \x01(\r\x12\r\n\x05\x65nded\x18\x07 \x01(\r\x12\x14\n\x0cseconds_away\x18\x08 \x01(\x01\x12\x13\n\x0bnum_islands\x18\t \x01(\r2\xd3\x01\n\x05\x41\x64min\x12:\n\x05Scale\x12\x17.tandem.v1.ScaleRequest\x1a\x18.tandem.v1.ScaleResponse\x12I\n\nGetMetrics\x12\x1c.tandem.v1.GetMetricsRequest\x1a\x1d.tandem.v1.GetMetricsResponse\x12\x43\n\x08GetTrace\x12\x1a.tandem.v1.GetTraceRequest\x1a\x1b.tandem.v1.GetTraceResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18tandem/proto/admin.proto\x12\ttandem.v1\"E\n\x11\x41\x64\x64\x41\x64\x61pterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x14\n\x0cload_inplace\x18\x03 \x01(\x08\"%\n\x15UnserveAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x15\n\x13ListAdaptersRequest\"B\n\x14ListAdaptersResponse\x12*\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x18.tandem.v1.ServedAdapter\"\x8c\x01\n\rServedAdapter\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06\x64igest\x18\x03 \x01(\x0c\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\r\n\x05\x62ytes\x18\x05 \x01(\x04\x12\x0f\n\x07workers\x18\x06 \x01(\r\x12\x0f\n\x07holding\x18\x07 \x01(\r\x12\x10\n\x08resident\x18\x08 \x01(\r\"%\n\x0fGetTraceRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"3\n\x10GetTraceResponse\x12\x1f\n\x05trace\x18\x01 \x01(\x0b\x32\x10.tandem.v1.Trace\"p\n\x05Trace\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x10\n\x08given_id\x18\x02 \x01(\t\x12\x10\n\x08trace_id\x18\x03 \x01(\t\x12\x0f\n\x07sampled\x18\x04 \x01(\x08\x12\x1e\n\x05spans\x18\x05 \x03(\x0b\x32\x0f.tandem.v1.Span\"\xd3\x01\n\x04Span\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07process\x18\x02 \x01(\t\x12\x0f\n\x07span_id\x18\x03 \x01(\t\x12\x11\n\tparent_id\x18\x04 \x01(\t\x12\x10\n\x08\x62\x65gin_ns\x18\x05 \x01(\x06\x12\x0e\n\x06\x65nd_ns\x18\x06 \x01(\x06\x12\x33\n\nattributes\x18\x07 \x03(\x0b\x32\x1f.tandem.v1.Span.AttributesEntry\x1a\x31\n\x0f\x41ttributesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x13\n\x11GetMetricsRequest\"\"\n\x12GetMetricsResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x9a\x01\n\x0cScaleRequest\x12\x0e\n\x06island\x18\x01 \x01(\t\x12\x18\n\x0bnum_prefill\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nnum_decode\x18\x03 \x01(\rH\x01\x88\x01\x01\x12\x18\n\x0bnum_islands\x18\x04 \x01(\rH\x02\x88\x01\x01\x42\x0e\n\x0c_num_prefillB\r\n\x0b_num_decodeB\x0e\n\x0c_num_islands\"\xb0\x01\n\rScaleResponse\x12\x0e\n\x06island\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x13\n\x0bnum_prefill\x18\x03 \x01(\r\x12\x12\n\nnum_decode\x18\x04 \x01(\r\x12\x0c\n\x04kept\x18\x05 \x01(\r\x12\x0f\n\x07started\x18\x06 \x01(\r\x12\r\n\x05\x65nded\x18\x07 \x01(\r\x12\x14\n\x0cseconds_away\x18\x08 \x01(\x01\x12\x13\n\x0bnum_islands\x18\t \x01(\r2\xb7\x03\n\x05\x41\x64min\x12:\n\x05Scale\x12\x17.tandem.v1.ScaleRequest\x1a\x18.tandem.v1.ScaleResponse\x12I\n\nGetMetrics\x12\x1c.tandem.v1.GetMetricsRequest\x1a\x1d.tandem.v1.GetMetricsResponse\x12\x43\n\x08GetTrace\x12\x1a.tandem.v1.GetTraceRequest\x1a\x1b.tandem.v1.GetTraceResponse\x12\x44\n\nAddAdapter\x12\x1c.tandem.v1.AddAdapterRequest\x1a\x18.tandem.v1.ServedAdapter\x12K\n\rRemoveAdapter\x12 .tandem.v1.UnserveAdapterRequest\x1a\x18.tandem.v1.ServedAdapter\x12O\n\x0cListAdapters\x12\x1e.tandem.v1.ListAdaptersRequest\x1a\x1f.tandem.v1.ListAdaptersResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,24 +33,34 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SPAN_ATTRIBUTESENTRY']._loaded_options = None
   _globals['_SPAN_ATTRIBUTESENTRY']._serialized_options = b'8\001'
-  _globals['_GETTRACEREQUEST']._serialized_start=39
-  _globals['_GETTRACEREQUEST']._serialized_end=76
-  _globals['_GETTRACERESPONSE']._serialized_start=78
-  _globals['_GETTRACERESPONSE']._serialized_end=129
-  _globals['_TRACE']._serialized_start=131
-  _globals['_TRACE']._serialized_end=243
-  _globals['_SPAN']._serialized_start=246
-  _globals['_SPAN']._serialized_end=457
-  _globals['_SPAN_ATTRIBUTESENTRY']._serialized_start=408
-  _globals['_SPAN_ATTRIBUTESENTRY']._serialized_end=457
-  _globals['_GETMETRICSREQUEST']._serialized_start=459
-  _globals['_GETMETRICSREQUEST']._serialized_end=478
-  _globals['_GETMETRICSRESPONSE']._serialized_start=480
-  _globals['_GETMETRICSRESPONSE']._serialized_end=514
-  _globals['_SCALEREQUEST']._serialized_start=517
-  _globals['_SCALEREQUEST']._serialized_end=671
-  _globals['_SCALERESPONSE']._serialized_start=674
-  _globals['_SCALERESPONSE']._serialized_end=850
-  _globals['_ADMIN']._serialized_start=853
-  _globals['_ADMIN']._serialized_end=1064
+  _globals['_ADDADAPTERREQUEST']._serialized_start=39
+  _globals['_ADDADAPTERREQUEST']._serialized_end=108
+  _globals['_UNSERVEADAPTERREQUEST']._serialized_start=110
+  _globals['_UNSERVEADAPTERREQUEST']._serialized_end=147
+  _globals['_LISTADAPTERSREQUEST']._serialized_start=149
+  _globals['_LISTADAPTERSREQUEST']._serialized_end=170
+  _globals['_LISTADAPTERSRESPONSE']._serialized_start=172
+  _globals['_LISTADAPTERSRESPONSE']._serialized_end=238
+  _globals['_SERVEDADAPTER']._serialized_start=241
+  _globals['_SERVEDADAPTER']._serialized_end=381
+  _globals['_GETTRACEREQUEST']._serialized_start=383
+  _globals['_GETTRACEREQUEST']._serialized_end=420
+  _globals['_GETTRACERESPONSE']._serialized_start=422
+  _globals['_GETTRACERESPONSE']._serialized_end=473
+  _globals['_TRACE']._serialized_start=475
+  _globals['_TRACE']._serialized_end=587
+  _globals['_SPAN']._serialized_start=590
+  _globals['_SPAN']._serialized_end=801
+  _globals['_SPAN_ATTRIBUTESENTRY']._serialized_start=752
+  _globals['_SPAN_ATTRIBUTESENTRY']._serialized_end=801
+  _globals['_GETMETRICSREQUEST']._serialized_start=803
+  _globals['_GETMETRICSREQUEST']._serialized_end=822
+  _globals['_GETMETRICSRESPONSE']._serialized_start=824
+  _globals['_GETMETRICSRESPONSE']._serialized_end=858
+  _globals['_SCALEREQUEST']._serialized_start=861
+  _globals['_SCALEREQUEST']._serialized_end=1015
+  _globals['_SCALERESPONSE']._serialized_start=1018
+  _globals['_SCALERESPONSE']._serialized_end=1194
+  _globals['_ADMIN']._serialized_start=1197
+  _globals['_ADMIN']._serialized_end=1636
 # @@protoc_insertion_point(module_scope)

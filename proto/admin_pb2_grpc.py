@@ -49,6 +49,21 @@ class AdminStub(object):
                 request_serializer=tandem_dot_proto_dot_admin__pb2.GetTraceRequest.SerializeToString,
                 response_deserializer=tandem_dot_proto_dot_admin__pb2.GetTraceResponse.FromString,
                 _registered_method=True)
+        self.AddAdapter = channel.unary_unary(
+                '/tandem.v1.Admin/AddAdapter',
+                request_serializer=tandem_dot_proto_dot_admin__pb2.AddAdapterRequest.SerializeToString,
+                response_deserializer=tandem_dot_proto_dot_admin__pb2.ServedAdapter.FromString,
+                _registered_method=True)
+        self.RemoveAdapter = channel.unary_unary(
+                '/tandem.v1.Admin/RemoveAdapter',
+                request_serializer=tandem_dot_proto_dot_admin__pb2.UnserveAdapterRequest.SerializeToString,
+                response_deserializer=tandem_dot_proto_dot_admin__pb2.ServedAdapter.FromString,
+                _registered_method=True)
+        self.ListAdapters = channel.unary_unary(
+                '/tandem.v1.Admin/ListAdapters',
+                request_serializer=tandem_dot_proto_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
+                response_deserializer=tandem_dot_proto_dot_admin__pb2.ListAdaptersResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer(object):
@@ -85,6 +100,28 @@ class AdminServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def AddAdapter(self, request, context):
+        """Loads a LoRA adapter at all workers, and serves it under its name once each holds it; where one cannot, none keeps it.
+        A name that is served already, with the same weights, changes nothing. Errors: INVALID_ARGUMENT (the folder, the name,
+        or adapters.allowed_root), FAILED_PRECONDITION (the name has other weights, there are too many, or a worker refused).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RemoveAdapter(self, request, context):
+        """New requests that name the adapter are refused when it answers. Those under way end normally. NOT_FOUND: no such name.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListAdapters(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -102,6 +139,21 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.GetTrace,
                     request_deserializer=tandem_dot_proto_dot_admin__pb2.GetTraceRequest.FromString,
                     response_serializer=tandem_dot_proto_dot_admin__pb2.GetTraceResponse.SerializeToString,
+            ),
+            'AddAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.AddAdapter,
+                    request_deserializer=tandem_dot_proto_dot_admin__pb2.AddAdapterRequest.FromString,
+                    response_serializer=tandem_dot_proto_dot_admin__pb2.ServedAdapter.SerializeToString,
+            ),
+            'RemoveAdapter': grpc.unary_unary_rpc_method_handler(
+                    servicer.RemoveAdapter,
+                    request_deserializer=tandem_dot_proto_dot_admin__pb2.UnserveAdapterRequest.FromString,
+                    response_serializer=tandem_dot_proto_dot_admin__pb2.ServedAdapter.SerializeToString,
+            ),
+            'ListAdapters': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListAdapters,
+                    request_deserializer=tandem_dot_proto_dot_admin__pb2.ListAdaptersRequest.FromString,
+                    response_serializer=tandem_dot_proto_dot_admin__pb2.ListAdaptersResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -185,6 +237,87 @@ class Admin(object):
             '/tandem.v1.Admin/GetTrace',
             tandem_dot_proto_dot_admin__pb2.GetTraceRequest.SerializeToString,
             tandem_dot_proto_dot_admin__pb2.GetTraceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AddAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Admin/AddAdapter',
+            tandem_dot_proto_dot_admin__pb2.AddAdapterRequest.SerializeToString,
+            tandem_dot_proto_dot_admin__pb2.ServedAdapter.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RemoveAdapter(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Admin/RemoveAdapter',
+            tandem_dot_proto_dot_admin__pb2.UnserveAdapterRequest.SerializeToString,
+            tandem_dot_proto_dot_admin__pb2.ServedAdapter.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListAdapters(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Admin/ListAdapters',
+            tandem_dot_proto_dot_admin__pb2.ListAdaptersRequest.SerializeToString,
+            tandem_dot_proto_dot_admin__pb2.ListAdaptersResponse.FromString,
             options,
             channel_credentials,
             insecure,

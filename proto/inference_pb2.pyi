@@ -70,7 +70,7 @@ class Prompt(_message.Message):
     def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., token_bytes: _Optional[bytes] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "text", "token_ids", "chat", "token_bytes", "fork", "sampling", "resume", "cache_salt", "add_special_tokens", "truncate_prompt_tokens", "return_prompt_token_ids", "encoder_prompt", "decoder_prompt", "service_tier")
+    __slots__ = ("request_id", "text", "token_ids", "chat", "token_bytes", "fork", "sampling", "resume", "cache_salt", "add_special_tokens", "truncate_prompt_tokens", "return_prompt_token_ids", "encoder_prompt", "decoder_prompt", "service_tier", "model")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -86,6 +86,7 @@ class GenerateRequest(_message.Message):
     ENCODER_PROMPT_FIELD_NUMBER: _ClassVar[int]
     DECODER_PROMPT_FIELD_NUMBER: _ClassVar[int]
     SERVICE_TIER_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     text: str
     token_ids: TokenIds
@@ -101,7 +102,8 @@ class GenerateRequest(_message.Message):
     encoder_prompt: Prompt
     decoder_prompt: Prompt
     service_tier: str
-    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., token_bytes: _Optional[bytes] = ..., fork: _Optional[_Union[Fork, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., cache_salt: _Optional[str] = ..., add_special_tokens: bool = ..., truncate_prompt_tokens: _Optional[int] = ..., return_prompt_token_ids: bool = ..., encoder_prompt: _Optional[_Union[Prompt, _Mapping]] = ..., decoder_prompt: _Optional[_Union[Prompt, _Mapping]] = ..., service_tier: _Optional[str] = ...) -> None: ...
+    model: str
+    def __init__(self, request_id: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., token_bytes: _Optional[bytes] = ..., fork: _Optional[_Union[Fork, _Mapping]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., resume: _Optional[_Union[Resume, _Mapping]] = ..., cache_salt: _Optional[str] = ..., add_special_tokens: bool = ..., truncate_prompt_tokens: _Optional[int] = ..., return_prompt_token_ids: bool = ..., encoder_prompt: _Optional[_Union[Prompt, _Mapping]] = ..., decoder_prompt: _Optional[_Union[Prompt, _Mapping]] = ..., service_tier: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class Fork(_message.Message):
     __slots__ = ("request_id", "index", "position", "token_ids")
@@ -116,12 +118,14 @@ class Fork(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., index: _Optional[int] = ..., position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Resume(_message.Message):
-    __slots__ = ("token_ids", "answers")
+    __slots__ = ("token_ids", "answers", "adapter")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     ANSWERS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     answers: _containers.RepeatedCompositeFieldContainer[AnswerSoFar]
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., answers: _Optional[_Iterable[_Union[AnswerSoFar, _Mapping]]] = ...) -> None: ...
+    adapter: bytes
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., answers: _Optional[_Iterable[_Union[AnswerSoFar, _Mapping]]] = ..., adapter: _Optional[bytes] = ...) -> None: ...
 
 class AnswerSoFar(_message.Message):
     __slots__ = ("token_ids", "ended")
@@ -295,7 +299,7 @@ class Timings(_message.Message):
     def __init__(self, queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., push_seconds: _Optional[float] = ..., first_token_seconds: _Optional[float] = ..., bytes_pushed: _Optional[int] = ..., total_seconds: _Optional[float] = ..., pages: _Optional[int] = ..., attempts: _Optional[int] = ..., expected_first_token_seconds: _Optional[float] = ..., moves: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("request_id", "token_ids", "text", "finish_reason", "logprobs", "usage", "timings", "prompt_logprobs", "index", "stop_string", "stop_token_id", "prompt_token_bytes")
+    __slots__ = ("request_id", "token_ids", "text", "finish_reason", "logprobs", "usage", "timings", "prompt_logprobs", "index", "stop_string", "stop_token_id", "prompt_token_bytes", "adapter")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -308,6 +312,7 @@ class GenerateResponse(_message.Message):
     STOP_STRING_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_BYTES_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     text: str
@@ -320,7 +325,8 @@ class GenerateResponse(_message.Message):
     stop_string: str
     stop_token_id: int
     prompt_token_bytes: bytes
-    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., index: _Optional[int] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., prompt_token_bytes: _Optional[bytes] = ...) -> None: ...
+    adapter: bytes
+    def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., index: _Optional[int] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., prompt_token_bytes: _Optional[bytes] = ..., adapter: _Optional[bytes] = ...) -> None: ...
 
 class GetModelInfoRequest(_message.Message):
     __slots__ = ()

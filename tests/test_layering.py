@@ -49,7 +49,7 @@ FLOORS = {
     ),
     "cluster": (
         {"errors", "scaling", "text"},
-        {"credentials", "peers", "protocol"},
+        {"adapters", "credentials", "peers", "protocol"},
         {"client", "processes"},
         {"routing"},
         {"config", "requests"},

@@ -34,6 +34,7 @@ NOT_UNIT = (
     "tests/cluster/tools/test_random_checkpoint.py",
     "tests/cluster/cli/test_runtime_dir.py",
     "tests/cluster/cli/test_top.py",
+    "tests/cluster/frontends/test_adapters.py",
     "tests/cluster/frontends/test_added_route.py",
     "tests/cluster/frontends/test_cors.py",
     "tests/cluster/frontends/test_floods.py",

@@ -17,6 +17,7 @@ import typer
 
 from tandem import __version__
 from tandem.cache.kernels.build.build_once import KERNEL_CACHE
+from tandem.cluster.cli.adapters.commands import app as adapter_app
 from tandem.cluster.cli.batch.command import batch
 from tandem.cluster.cli.bench import app as bench_app
 from tandem.cluster.cli.doctor.command import doctor
@@ -43,6 +44,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench_app, name="bench")
+app.add_typer(adapter_app, name="adapter")
 app.command()(batch)
 app.command()(doctor)
 if TYPE_CHECKING:
@@ -189,6 +191,10 @@ def generate(
     ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Goes on past the end token.")] = False,
     priority: Annotated[int | None, typer.Option(help="Serves it before those of higher numbers. Default: 0.")] = None,
+    model: Annotated[
+        str,
+        typer.Option("--model", "--adapter", help="Names the LoRA adapter that answers. Default: the model itself."),
+    ] = "",
     request_id: Annotated[str | None, typer.Option(help="Names the request. Default: a name of the gateway's.")] = None,
     cache_salt: Annotated[str, typer.Option(help="Shares cached prefixes only with requests of the same salt.")] = "",
     timeout: Annotated[float, typer.Option(min=0, help="Gives up after this many seconds.")] = 600.0,
@@ -208,6 +214,7 @@ def generate(
     sampling: dict[str, Any] = {
         name: value for name, value in given.items() if value is not None and value is not False
     }
+    sampling |= {"model": model} if model else {}
 
     from tandem.cluster.cli.input import in_own_words, open_client, read_prompt
     from tandem.cluster.cli.output import print_json, print_stream

@@ -168,6 +168,9 @@ def _table(island: inference_pb2.IslandInfo) -> Table:
                 table.add_row("", tier, *[""] * 8, _memory(used))
         if worker.parked_bytes:
             table.add_row("", "parked", *[""] * 7, str(worker.parked), _memory(worker.parked_bytes_used))
+        if worker.adapters:
+            held = f"{sum(one.resident for one in worker.adapters)} of {len(worker.adapters)} resident"
+            table.add_row("", "adapters", "", held, *[""] * 6, _memory(sum(one.bytes for one in worker.adapters)))
         for one in worker.ranks:
             state = "stalled" if one.stalled else "" if one.alive else "ended"
             if one.rank or state:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tandem.cache.kernels.build.build_once import cache_folder
 from tandem.cache.kernels.build.nvml import Driver, read_driver
+from tandem.cluster.adapters.folders import check_folder
 from tandem.cluster.cli.gpu_room import lacking_room
 from tandem.cluster.cli.rank_room import (
     gpu_shapes,
@@ -25,7 +26,7 @@ from tandem.cluster.config.cluster_config import ClusterConfig
 from tandem.cluster.config.model import download_hint
 from tandem.cluster.config.sections import ModelSection
 from tandem.cluster.credentials import is_loopback
-from tandem.cluster.errors import ConfigError, StartFailed
+from tandem.cluster.errors import ConfigError, InvalidRequest, StartFailed
 from tandem.cluster.processes.ray_access import asked_host, check_ray_answers, machine_address
 from tandem.cluster.supervision.shared_ports import check_ports
 from tandem.cluster.tools.architectures import MTP_FIELDS
@@ -117,6 +118,7 @@ def check_model(config: ClusterConfig) -> None:
         raise ConfigError(f"model.path: {error}") from None
     _check_draft(config)
     _check_divided(config, Fields.from_file(folder / "config.json"))
+    _check_adapters(config)
     if longest is not None and (section.max_model_len or 0) > longest:
         raise ConfigError(f"model.max_model_len is {section.max_model_len}; the checkpoint takes at most {longest}")
 
@@ -144,6 +146,19 @@ def _check_packages(config: ClusterConfig) -> Iterator[str]:
             f"island.transport is {config.island.transport!r}; its package {transport.package} is not installed: "
             f"{transport.install}"
         )
+
+
+def _check_adapters(config: ClusterConfig) -> None:
+    """ConfigError for a folder that holds no adapter, as far as its configuration says so. Workers read it all."""
+    section = config.adapters
+    findings: list[str] = []
+    for name, folder in section.folders.items():
+        try:
+            check_folder(Path(folder), section.max_rank)
+        except InvalidRequest as error:
+            findings.append(f"adapters.folders.{name}: {error}")
+    if findings:
+        raise ConfigError("\n".join(findings))
 
 
 def _check_draft(config: ClusterConfig) -> None:

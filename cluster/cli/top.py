@@ -42,6 +42,8 @@ class WorkerView:
     host_bytes_used: int
     disk_bytes: int
     disk_bytes_used: int
+    adapters: int  # LoRA adapters that it holds
+    resident_adapters: int  # of these: on its device
     prompt_tokens: float
     decoded_tokens: float
     pushed_bytes: float
@@ -184,7 +186,8 @@ def _table(workers: list[WorkerView]) -> Table:
         "disk MiB": [(one.disk_bytes_used, one.disk_bytes) for one in workers],
     }
     tiers = {name: of for name, of in tiers.items() if any(size for _, size in of)}
-    for name in (*names, *tiers, "prompt tok/s", "decode tok/s", "push MiB/s", "step ms"):
+    adapted = any(one.adapters for one in workers)
+    for name in (*names, *tiers, *["adapters"] * adapted, "prompt tok/s", "decode tok/s", "push MiB/s", "step ms"):
         table.add_column(name, justify="left" if name in ("island", "role", "host") else "right")
     for index, one in enumerate(workers):
         role = f"{one.role} ×{one.ranks}" if one.ranks else one.role
@@ -195,6 +198,7 @@ def _table(workers: list[WorkerView]) -> Table:
             continue
         pages = (f"{one.used_pages}/{one.pages}", one.cached_pages, one.draining_pages)
         pages += tuple("/".join(f"{size / MIB:.0f}" for size in of[index]) for of in tiers.values())
+        pages += (f"{one.resident_adapters}/{one.adapters}",) * adapted
         load = (one.running, one.waiting, one.parked)
         rates = (f"{one.prompt_tokens:.0f}", f"{one.decoded_tokens:.0f}", f"{one.pushed_bytes / MIB:.1f}")
         table.add_row(*map(str, (*where, *load, *pages, *rates, f"{1000 * one.token_seconds:.1f}")))
@@ -223,6 +227,8 @@ def _worker(island: inference_pb2.IslandInfo, worker: inference_pb2.WorkerInfo, 
         host_bytes_used=worker.host_bytes_used,
         disk_bytes=worker.disk_bytes,
         disk_bytes_used=worker.disk_bytes_used,
+        adapters=len(worker.adapters),
+        resident_adapters=sum(adapter.resident for adapter in worker.adapters),
         prompt_tokens=rate("prompt_tokens"),
         decoded_tokens=rate("decoded_tokens"),
         pushed_bytes=rate("bytes_pushed"),

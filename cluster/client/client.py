@@ -21,6 +21,7 @@ from tandem.cluster.client.client_messages import (
     LONGEST_CALL,
     SEVERAL_OPTIONS,
     GenerateUpdate,
+    adapter_request,
     call_error,
     client_metadata,
     is_gone,
@@ -37,6 +38,7 @@ GENERATE_SECONDS = 600.0
 RESUME_SECONDS = 60.0
 INFO_SECONDS = 10.0
 SCALE_SECONDS = 600.0
+ADAPTER_SECONDS = 120.0
 NO_SECURITY = ClientSecurity()
 UpdatesT = TypeVar("UpdatesT")
 ModelT = TypeVar("ModelT")
@@ -44,6 +46,8 @@ ClusterT = TypeVar("ClusterT")
 ScaledT = TypeVar("ScaledT")
 MetricsT = TypeVar("MetricsT")
 TraceT = TypeVar("TraceT")
+AdapterT = TypeVar("AdapterT")
+AdaptersT = TypeVar("AdaptersT")
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class _Gateway:
     admin: Any
 
 
-class _Connection(ABC, Generic[UpdatesT, ModelT, ClusterT, ScaledT, MetricsT, TraceT]):
+class _Connection(ABC, Generic[UpdatesT, ModelT, ClusterT, ScaledT, MetricsT, TraceT, AdapterT, AdaptersT]):
     """Channels to gateways, and the calls of both clients. Each client gives the types that its calls return."""
 
     _grpc: ClassVar[ModuleType]  # grpc or grpc.aio, whose channels have the same makers
@@ -136,6 +140,25 @@ class _Connection(ABC, Generic[UpdatesT, ModelT, ClusterT, ScaledT, MetricsT, Tr
         """The spans of a request that has ended; without any where no gateway process keeps them."""
         return self._ask(lambda one: one.admin.GetTrace, admin_pb2.GetTraceRequest(request_id=request_id), timeout)
 
+    def add_adapter(
+        self, name: str, path: str, *, load_inplace: bool = False, timeout: float = ADAPTER_SECONDS
+    ) -> AdapterT:
+        """Serves the LoRA adapter in a PEFT folder under a name, which requests give as their model.
+
+        load_inplace: it takes the place of other weights of that name. Raises InvalidRequest and AdapterRefused; then
+        nothing has changed.
+        """
+        request = adapter_request(name, path, load_inplace=load_inplace)
+        return self._ask(lambda one: one.admin.AddAdapter, request, timeout)
+
+    def remove_adapter(self, name: str, *, timeout: float = ADAPTER_SECONDS) -> AdapterT:
+        """New requests that name the adapter are refused. Raises UnknownModel where there is none of that name."""
+        request = admin_pb2.UnserveAdapterRequest(name=name)
+        return self._ask(lambda one: one.admin.RemoveAdapter, request, timeout)
+
+    def adapters(self, timeout: float = INFO_SECONDS) -> AdaptersT:
+        return self._ask(lambda one: one.admin.ListAdapters, admin_pb2.ListAdaptersRequest(), timeout)
+
     def scale(
         self,
         island: str = "",
@@ -181,6 +204,8 @@ class Client(
         admin_pb2.ScaleResponse,
         admin_pb2.GetMetricsResponse,
         admin_pb2.GetTraceResponse,
+        admin_pb2.ServedAdapter,
+        admin_pb2.ListAdaptersResponse,
     ]
 ):
     """A gateway at HOST:PORT, or several, for use from any thread: `with Client(address) as client: …`."""
@@ -240,6 +265,8 @@ class AsyncClient(
         Coroutine[Any, Any, admin_pb2.ScaleResponse],
         Coroutine[Any, Any, admin_pb2.GetMetricsResponse],
         Coroutine[Any, Any, admin_pb2.GetTraceResponse],
+        Coroutine[Any, Any, admin_pb2.ServedAdapter],
+        Coroutine[Any, Any, admin_pb2.ListAdaptersResponse],
     ]
 ):
     """As Client, for one asyncio loop: `async with AsyncClient(address) as client: …`."""

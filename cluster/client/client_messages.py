@@ -161,6 +161,14 @@ def scale_request(
         ) from None
 
 
+def adapter_request(name: str, path: str, *, load_inplace: bool) -> admin_pb2.AddAdapterRequest:
+    """Raises InvalidRequest."""
+    try:
+        return admin_pb2.AddAdapterRequest(name=name, path=path, load_inplace=load_inplace)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"name is {name!r:.80}, path is {path!r:.80}: {error}; texts are accepted") from None
+
+
 def call_error(address: str, error: grpc.RpcError, request: Message, timeout: float) -> CallError:
     """The typed error of a failed call, to be raised `from None`. timeout: of the whole call, in seconds."""
     kind, details = error_of(error), error.details() or ""

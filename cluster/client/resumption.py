@@ -39,6 +39,7 @@ class Resumption:
         self._num_prompt_logprobs = 0
         self._repeated = 0  # those to come that are there already
         self._has_prompt = False
+        self._adapter = b""  # whose tokens they are
         self._reached = False
         self.finished = False  # the last message has come; an error behind it does not count
         request.request_id = request.request_id or uuid.uuid4().hex
@@ -60,6 +61,7 @@ class Resumption:
         self._has_prompt |= bool(message.prompt_token_bytes)
         if message.token_ids or message.finish_reason:
             self._tokens[message.index] += message.token_ids
+            self._adapter = message.adapter
         if message.finish_reason:
             self._ended.add(message.index)
             self.finished = len(self._ended) >= self.request.sampling.n
@@ -98,14 +100,13 @@ class Resumption:
     def _resume(self) -> inference_pb2.Resume:
         sampling = self.request.sampling
         if max(sampling.n, sampling.best_of) <= 1:
-            return inference_pb2.Resume(token_ids=self._tokens.get(0))
+            return inference_pb2.Resume(token_ids=self._tokens.get(0), adapter=self._adapter)
         indices = range(sampling.n or 1) if self._tokens else ()
-        return inference_pb2.Resume(
-            answers=[
-                inference_pb2.AnswerSoFar(token_ids=self._tokens.get(index), ended=index in self._ended)
-                for index in indices
-            ]
-        )
+        answers = [
+            inference_pb2.AnswerSoFar(token_ids=self._tokens.get(index), ended=index in self._ended)
+            for index in indices
+        ]
+        return inference_pb2.Resume(answers=answers, adapter=self._adapter)
 
     def _longer_each_time(self, advice: float) -> float:
         """Never less than the advice, unlike for each client, and early enough for another try."""

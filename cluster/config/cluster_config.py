@@ -14,6 +14,7 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
+from tandem.cluster.config.adapters import AdaptersSection
 from tandem.cluster.config.cache_section import CacheSection
 from tandem.cluster.config.errors import explain, names
 from tandem.cluster.config.file import environment_keys, parse_override, put, read_mapping
@@ -52,6 +53,8 @@ class ClusterConfig(Section):
     """limits of one forward"""
     speculation: SpeculationSection = SpeculationSection()
     """drafted tokens, which decode steps verify"""
+    adapters: AdaptersSection = AdaptersSection()
+    """LoRA adapters over the served model"""
     num_islands: Islands = Field(default=1, le=256)
     """islands of the shape that `island` gives; a lost worker stops its own island only"""
     island: IslandSection = IslandSection()
@@ -176,6 +179,13 @@ class ClusterConfig(Section):
     @model_validator(mode="after")
     def _is_used(self) -> Self:
         check_used(self)
+        return self
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        both = sorted(self.adapters.folders.keys() & set(self.model.names if self.model.path is not None else ()))
+        if both:
+            raise ValueError(f"adapters.folders has {both[0]!r}, which is a name of the model; choose another one")
         return self
 
     @model_validator(mode="after")

@@ -5,6 +5,8 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 # A number's unit stands in its type, for docs/configuration.md.
+Adapters = Annotated[int, Field(ge=1, json_schema_extra={"unit": "adapters"})]
+AnyAdapters = Annotated[int, Field(ge=0, json_schema_extra={"unit": "adapters"})]
 AnyBytes = Annotated[int, Field(ge=0, json_schema_extra={"unit": "bytes"})]
 AnyWorkers = Annotated[int, Field(ge=0, json_schema_extra={"unit": "workers"})]
 Bytes = Annotated[int, Field(ge=1, json_schema_extra={"unit": "bytes"})]

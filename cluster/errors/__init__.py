@@ -5,10 +5,10 @@ TandemError             UsageError ConfigError RuntimeDirError ClusterRunning Cl
 │                                                                                                            └── RayAway
 │                       ProcessEnded WorkerLost RayLost ReshapeFailed BuildFailed BenchmarkFailed MissingPlots
 └── CallError           InvalidRequest Overloaded DeadlineExceeded Unavailable Unauthenticated Cancelled
-                        AttemptsExhausted Superseded ScaleRefused ServerError
-                                                                  └── NotFinite
+                        AttemptsExhausted Superseded ScaleRefused AdapterRefused ServerError
+                        InvalidRequest ── UnknownModel                           └── NotFinite
 WorkerCallError         WorkerFull WorkerTimedOut ForwardFailed LogitsNotFinite RequestRefused
-└── PlacementLost       WorkerUnreachable
+└── PlacementLost       WorkerUnreachable AdapterMissing
 
 Inside the gateway a call to a worker fails with a WorkerCallError. statuses.py maps both trees to gRPC and HTTP.
 """
@@ -107,6 +107,10 @@ class InvalidRequest(CallError, ValueError):
     """The request can never succeed as it is."""
 
 
+class UnknownModel(InvalidRequest):
+    """No model and no adapter of that name is served."""
+
+
 class Overloaded(CallError):
     """The queue is full; the same call may succeed later, best after retry_after_seconds."""
 
@@ -143,6 +147,10 @@ class ScaleRefused(CallError):
     """An island cannot be given that shape, and keeps serving as before."""
 
 
+class AdapterRefused(CallError):
+    """An adapter cannot be added or removed, or is no longer what the request began with."""
+
+
 class ServerError(CallError):
     """A worker or the gateway failed while it served the request."""
 
@@ -164,6 +172,10 @@ class PlacementLost(WorkerCallError):
 
 class WorkerUnreachable(PlacementLost):
     """No worker of that epoch answers there."""
+
+
+class AdapterMissing(PlacementLost):
+    """The worker does not hold the request's adapter; another may."""
 
 
 class WorkerFull(WorkerCallError):

@@ -24,8 +24,10 @@ Code = grpc.StatusCode
 # A status stands for the first error that has it.
 STATUSES: tuple[tuple[type[CallError], grpc.StatusCode, int], ...] = (
     (errors.InvalidRequest, Code.INVALID_ARGUMENT, 400),
+    (errors.UnknownModel, Code.NOT_FOUND, 404),
     (errors.Unauthenticated, Code.UNAUTHENTICATED, 401),
     (errors.ScaleRefused, Code.FAILED_PRECONDITION, 409),
+    (errors.AdapterRefused, Code.FAILED_PRECONDITION, 409),
     (Overloaded, Code.RESOURCE_EXHAUSTED, 429),
     (errors.Cancelled, Code.CANCELLED, 500),
     (errors.ServerError, Code.INTERNAL, 500),
@@ -50,6 +52,7 @@ WORKER_ERRORS: dict[grpc.StatusCode, type[WorkerCallError]] = {
     Code.UNKNOWN: errors.WorkerUnreachable,
     Code.ABORTED: errors.PlacementLost,
     Code.DATA_LOSS: errors.PlacementLost,  # the KV that landed is not the KV that was sent
+    Code.NOT_FOUND: errors.AdapterMissing,
     Code.RESOURCE_EXHAUSTED: errors.WorkerFull,
     Code.DEADLINE_EXCEEDED: errors.WorkerTimedOut,
     Code.INTERNAL: errors.ForwardFailed,

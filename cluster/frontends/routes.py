@@ -1,15 +1,17 @@
 """The routes of OpenAI's and Anthropic's APIs."""
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
 
 from tandem import __version__
+from tandem.cluster.adapters.names import ServedNames
+from tandem.cluster.frontends.adapters.changes import AdapterChanges
+from tandem.cluster.frontends.adapters.routes import AdapterRoutes, LoadBody, UnloadBody
 from tandem.cluster.frontends.anthropic.answer import MessagesErrors, messages_answer
 from tandem.cluster.frontends.anthropic.body import MessagesBody
 from tandem.cluster.frontends.anthropic.count import CountBody, read_count
-from tandem.cluster.frontends.http.app import MODELS, Route, Routes
+from tandem.cluster.frontends.http.app import NAMED, Route, Routes
 from tandem.cluster.frontends.http.monitoring import READS
 from tandem.cluster.frontends.http.reply import ErrorForm, Receive, Reply, Scope
 from tandem.cluster.frontends.openai.body_object import BodyObject
@@ -17,6 +19,7 @@ from tandem.cluster.frontends.openai.chat_answer import ChatAnswers
 from tandem.cluster.frontends.openai.chats import ChatBody
 from tandem.cluster.frontends.openai.completions import CompletionBody, completion_answer
 from tandem.cluster.frontends.openai.generation_route import GenerationRoute
+from tandem.cluster.frontends.openai.models import MODELS, Models
 from tandem.cluster.frontends.openai.openapi import OPENAPI, OpenApi
 from tandem.cluster.frontends.openai.tokenization import DetokenizeBody, Tokenization, TokenizeBody
 from tandem.cluster.frontends.responses.answer import ResponsesErrors, responses_answer
@@ -30,6 +33,7 @@ from tandem.cluster.text.tokenizer import Tokenizer
 
 MESSAGES = "/v1/messages"
 COUNT_TOKENS = "/v1/messages/count_tokens"
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"  # as in vLLM
 ERROR_FORMS: Mapping[str, ErrorForm] = MappingProxyType(
     {"/v1/responses": ResponsesErrors(), MESSAGES: MessagesErrors(), COUNT_TOKENS: MessagesErrors()}
 )
@@ -44,6 +48,8 @@ BODIES: Mapping[str, type[BodyObject]] = MappingProxyType(
         COUNT_TOKENS: CountBody,
         "/tokenize": TokenizeBody,
         "/detokenize": DetokenizeBody,
+        LOAD: LoadBody,
+        UNLOAD: UnloadBody,
     }
 )
 """What the routes take, for /openapi.json."""
@@ -56,34 +62,32 @@ def api_routes(
     tokenizer: Tokenizer | None,
     formats: OutputFormats,
     *,
-    names: Sequence[str],
+    names: ServedNames,
     root: str,
     max_model_len: int,
     quantization: str,
     max_bytes: int,
     bodies: BodyBudget,
     readers: Readers,
+    changes: AdapterChanges,
     beside: Routes | None = None,
 ) -> Routes:
-    """Both APIs. formats: of the checkpoint's answers. names: of the model; all are accepted, answers have the first.
-    root: where the checkpoint is. quantization: see ServedModel. max_bytes: of one body. bodies: counts them. readers:
-    read long ones. beside: routes that /openapi.json describes, too."""
-    about = {"object": "model", "created": int(time.time()), "owned_by": "tandem"}
-    served = {"root": root, "parent": None, "max_model_len": max_model_len}  # as in vLLM
-    served["quantization"] = quantization or None
-    cards = [{"id": name, **about, **served} for name in names]
-    model, *aliases = names
+    """Both APIs. formats: of the checkpoint's answers. names: that a body may give as its model. root: where the
+    checkpoint is. quantization: see ServedModel. max_bytes: of one body. bodies: counts them. readers: read long ones.
+    changes: of LoRA adapters. beside: routes that /openapi.json describes, too."""
+    models = Models(names, root, max_model_len, quantization)
     turns = FairTurns(REQUESTS_A_ROUND)
-    shared = requests, model, max_bytes, max_model_len, turns, bodies, readers, tuple(aliases)
-    completions = GenerationRoute(CompletionBody, partial(completion_answer, model, tokenizer), *shared)
-    answers = ChatAnswers(model, tokenizer, formats)
+    shared = requests, names, max_bytes, max_model_len, turns, bodies, readers
+    completions = GenerationRoute(CompletionBody, partial(completion_answer, tokenizer), *shared)
+    answers = ChatAnswers(tokenizer, formats)
     chats = GenerationRoute(ChatBody, answers.make, *shared)
-    responses = GenerationRoute(ResponsesBody, partial(responses_answer, model, answers), *shared)
-    messages = GenerationRoute(MessagesBody, partial(messages_answer, model, answers), *shared)
-    tokenization = Tokenization(tokenizer, tuple(names), max_bytes, max_model_len, bodies, readers)
+    responses = GenerationRoute(ResponsesBody, partial(responses_answer, answers), *shared)
+    messages = GenerationRoute(MessagesBody, partial(messages_answer, answers), *shared)
+    tokenization = Tokenization(tokenizer, names, max_bytes, max_model_len, bodies, readers)
+    adapters = AdapterRoutes(changes, bodies)
     routes: Routes = {
-        MODELS: (READS, _constant({"object": "list", "data": cards})),
-        **{f"{MODELS}/{card['id']}": (READS, _constant(card)) for card in cards},
+        MODELS: (READS, models.list),
+        f"{MODELS}{NAMED}": (READS, models.one),
         "/v1/completions": (("POST",), completions.serve),
         "/v1/chat/completions": (("POST",), chats.serve),
         "/v1/responses": (("POST",), responses.serve),
@@ -91,6 +95,8 @@ def api_routes(
         COUNT_TOKENS: (("POST",), partial(tokenization.count, read_count)),
         "/tokenize": (("POST",), tokenization.tokenize),
         "/detokenize": (("POST",), tokenization.detokenize),
+        LOAD: (("POST",), adapters.load),
+        UNLOAD: (("POST",), adapters.unload),
         "/version": (READS, _constant({"version": __version__})),
     }
     routes[OPENAPI] = (READS, OpenApi(routes, beside or {}, BODIES).serve)

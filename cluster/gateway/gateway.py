@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from tandem.cluster.errors import TandemError, Unavailable
+from tandem.cluster.adapters.values import AdapterSet
+from tandem.cluster.errors import Unavailable
 from tandem.cluster.frontends.account import ClusterAccount
 from tandem.cluster.frontends.admin import Admin
 from tandem.cluster.frontends.grpc_server import bind_port, grpc_server
@@ -24,10 +25,12 @@ from tandem.cluster.frontends.http.app import HttpApp
 from tandem.cluster.frontends.http.monitoring import Monitoring
 from tandem.cluster.frontends.inference import Inference
 from tandem.cluster.frontends.model_info import model_info
+from tandem.cluster.frontends.orders import Order, Orders, Outcome
 from tandem.cluster.frontends.pages.page import DOCS_PAGE, STATUS_PAGE, pages
 from tandem.cluster.frontends.pages.status import Status
 from tandem.cluster.frontends.reflection import enable_reflection
 from tandem.cluster.frontends.routes import ERROR_FORMS, api_routes
+from tandem.cluster.gateway.served_adapters import ServedAdapters
 from tandem.cluster.gateway.settings import READ_BY, GatewayAddresses, GatewaySettings
 from tandem.cluster.metrics.request_metrics import RequestMetrics
 from tandem.cluster.metrics.scrape import Scrape, Served
@@ -55,7 +58,7 @@ from tandem.cluster.routing.membership import IslandState, Outage
 from tandem.cluster.routing.policy import POLICIES
 from tandem.cluster.routing.readiness import Readiness
 from tandem.cluster.routing.router import Router
-from tandem.cluster.scaling import ScaleOrder, ScaleOutcome, ScalingState
+from tandem.cluster.scaling import ScalingState
 from tandem.cluster.text.parsers.formats import OutputFormats
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.cluster.tracing.access_log import AccessLog
@@ -84,7 +87,9 @@ class Gateway:
         folder = Path(settings.config.model.path or "")
         self._model = settings.model
         self._tokenizer = Tokenizer.from_folder(folder)
-        self._names = settings.config.model.names
+        self._orders = Orders()
+        self._adapters = ServedAdapters(settings, self._orders)
+        self._names = self._adapters.names
         defaults = dict(default_sampling(folder, settings.config.model.generation_config))
         target = settings.config.scheduler.first_token_seconds
         if target is not None:
@@ -149,7 +154,9 @@ class Gateway:
             id_prefix=settings.attempt_prefix,
             queue_seconds=section.queue_seconds,
             parks=settings.config.cache.parked_bytes is not None,
+            check_adapter=self._names.check,
         )
+        self._changes = self._adapters.route(self._islands)
         self._claims = Claims(self._table, self._links)
         self._readiness = Readiness(self._islands, adaptive=bound is not None)
 
@@ -159,7 +166,11 @@ class Gateway:
         self._metrics = RequestMetrics(self._table)
         self._tracer, self._end_export = self._open_tracer()
         validator = RequestValidator(
-            self._model.limits, self._tokenizer, salt_by_token=security.salt_by_token, defaults=self._defaults
+            self._model.limits,
+            self._tokenizer,
+            salt_by_token=security.salt_by_token,
+            defaults=self._defaults,
+            names=self._names,
         )
         self._requests = ActiveRequests(
             validator,
@@ -180,7 +191,7 @@ class Gateway:
         settings, bound = self._settings, self._settings.token_seconds
         if settings.warm_up and settings.process == 0:  # once is enough
             self._warm_up = WarmUp(self._islands, self._router, self._model.limits, local=bound is not None)
-        self._tasks = [asyncio.create_task(self._metrics.run())]
+        self._tasks = [asyncio.create_task(one) for one in (self._metrics.run(), *self._adapters.tasks())]
         if settings.peers is not None and settings.process == 0:  # for all of this host
             self._tasks.append(asyncio.create_task(FarPlacements(self._table, self._links).run()))
         if bound is not None and not self._colocated:
@@ -191,7 +202,8 @@ class Gateway:
         """With their services. Only the one for other processes has its port."""
         self._limit = CallLimit(self._settings.config.gateway.max_calls, self._table)
         scrape = self._scrape()
-        self._admin = Admin(scrape, self._tracer, self._links, adaptive=self._settings.token_seconds is not None)
+        adaptive = self._settings.token_seconds is not None
+        self._admin = Admin(scrape, self._tracer, self._links, self._orders, self._changes, adaptive=adaptive)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # bound on import, unseen by pyright
         self._peers = await self._peer_server()
         self._server = self._grpc_server(turns)
@@ -209,7 +221,7 @@ class Gateway:
         if config.metrics.enabled:
             observers.append(self._metrics.observe)
         if config.logging.access:
-            observers.append(AccessLog(self._names[0]).observe)
+            observers.append(AccessLog(self._names.model[0]).observe)
         if config.tracing.keep or config.tracing.endpoint is not None:
             observers.append(self._tracer.observe)
         return observers
@@ -219,7 +231,7 @@ class Gateway:
         if not config.metrics.enabled:
             return None
         served = Served(
-            self._names[0],
+            self._names.model[0],
             config.cache.page_size,
             self._model.num_pages,
             config.cache.kv_cache_dtype,
@@ -259,7 +271,7 @@ class Gateway:
             turns,
             self._metrics.rejected_grpc,
         )
-        model = model_info(self._names, self._model, self._tokenizer)
+        model = model_info(self._names.model, self._model, self._tokenizer)
         inference = Inference(self._requests, model, self._account.info, self._metrics.rejected_grpc)
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
         admin_pb2_grpc.add_AdminServicer_to_server(self._admin, server)
@@ -292,10 +304,11 @@ class Gateway:
                 max_bytes=self._max_bytes,
                 bodies=self._bodies,
                 readers=self._readers,
+                changes=self._changes,
                 beside=monitoring.routes,
             )
             shapes = {"forms": ERROR_FORMS, "origins": section.cors_origins}
-            app = HttpApp(routes, monitoring, names=self._names, **shapes, **common)
+            app = HttpApp(routes, monitoring, **shapes, **common)
             http = HttpServer(app, section.host, settings.http_port, settings.security, shared=shared)
         if settings.metrics_port is not None:
             app, key = HttpApp({}, watched(scrape, pages=pages(STATUS_PAGE, metrics=True)), **common), "metrics.port"
@@ -313,7 +326,7 @@ class Gateway:
     async def stop(self, grace: float, why: str = "it was stopped") -> None:
         """No new calls; those under way have `grace` seconds, then they end with an error. why: it ends, in words."""
         self._readiness.drain()
-        self._admin.close()
+        self._orders.close()
         await self._health.enter_graceful_shutdown()
         self._port.close()
         http = [server for server in (self._http, self._monitor) if server is not None]
@@ -324,6 +337,7 @@ class Gateway:
         self._port.release()
         for task in self._tasks:
             task.cancel()
+        await self._changes.close()
         await self._router.close()
         await self._islands.close()
         self._claims.close()
@@ -349,11 +363,18 @@ class Gateway:
         """What the island's supervisor says of it. New workers serve at once, and are warm when this returns."""
         has_new = await self._islands.update(state)
         self._router.look_again()
+        if has_new:
+            await self._adapters.bring()
         if self._warm_up is not None and has_new:
             await self._warm_up.run(state.name)
         if state.workers:
             self._readiness.start()
         await self._tell_health()
+
+    async def update_adapters(self, adapters: AdapterSet) -> None:
+        """Which LoRA adapters are served from now on."""
+        self._adapters.update(adapters)
+        self._router.look_again()
 
     async def update_hosts(self, hosts: GatewayHosts) -> None:
         """Which hosts have gateways."""
@@ -376,10 +397,10 @@ class Gateway:
         """See unfinished()."""
         return unfinished(self._islands, self._requests, island, pes, move=move)
 
-    async def next_order(self) -> ScaleOrder | None:
-        """As Admin.next_order."""
-        return await self._admin.next_order()
+    async def next_order(self) -> Order | None:
+        """As Orders.next."""
+        return await self._orders.next()
 
-    async def answer_order(self, number: int, outcome: ScaleOutcome | TandemError) -> None:
-        """As Admin.answer."""
-        self._admin.answer(number, outcome)
+    async def answer_order(self, number: int, outcome: Outcome | BaseException) -> None:
+        """As Orders.answer."""
+        self._orders.answer(number, outcome)

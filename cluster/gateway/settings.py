@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from tandem.cluster.adapters.values import AdapterSet
 from tandem.cluster.config.cluster_config import ClusterConfig
 from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.peers.peer_server import HOST
@@ -36,6 +37,7 @@ class GatewaySettings:
     started: float = 0.0  # when the first process was, in this host's monotonic seconds; 0: now
     number: int = 0  # of this host's gateway, see GatewayHost
     node: str = HOST  # the address of this host, as other hosts know it
+    adapters: AdapterSet = field(default_factory=AdapterSet)  # those of the start
     peers: Identity | None = field(default=None, repr=False)  # shown to gateways of other hosts; None: there are none
 
     @property

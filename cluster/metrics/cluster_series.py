@@ -1,5 +1,6 @@
 """How the cluster stands, as metrics: processes, islands and workers at the time of a scrape."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import Metric
@@ -98,6 +99,12 @@ def worker_families(islands: Sequence[inference_pb2.IslandInfo]) -> list[Metric]
                each(lambda one: one.parked_bytes)),
         _gauge("tandem:worker_parked_bytes_used", "What is in use of it.", WORKER,
                each(lambda one: one.parked_bytes_used)),
+        _gauge("tandem:worker_adapters", "LoRA adapters by where they are: resident ones are on the device.",
+               (*WORKER, "state"), states(_adapters)),
+        _gauge("tandem:worker_adapter_bytes", "Host memory for LoRA adapters.", WORKER,
+               each(lambda one: sum(adapter.bytes for adapter in one.adapters))),
+        _gauge("tandem:adapter_sequences", "Sequences at all workers that use a LoRA adapter.", ("adapter",),
+               _sequences(worker for _, worker in workers)),
         _gauge("tandem:worker_resident_bytes", "Resident memory.", WORKER, each(lambda one: one.resident_bytes)),
         _gauge("tandem:worker_token_seconds", "From one decode step to the next, of late.", WORKER,
                each(lambda one: one.token_seconds)),
@@ -133,6 +140,20 @@ def _pages(worker: inference_pb2.WorkerInfo) -> dict[str, int]:
 def _state_pages(worker: inference_pb2.WorkerInfo) -> dict[str, int]:
     used = worker.state_pages - worker.free_state_pages
     return {"used": used, "free": worker.free_state_pages} if worker.state_pages else {}
+
+
+def _adapters(worker: inference_pb2.WorkerInfo) -> dict[str, int]:
+    resident = sum(one.resident for one in worker.adapters)
+    return {"resident": resident, "host": len(worker.adapters) - resident} if worker.adapters else {}
+
+
+def _sequences(workers: Iterable[inference_pb2.WorkerInfo]) -> Samples:
+    """By adapters' names; of those that were removed, while sequences use them. There are as many as workers hold."""
+    counts: Counter[str] = Counter()
+    for worker in workers:
+        for one in worker.adapters:
+            counts[one.name] += one.sequences
+    return [((name,), count) for name, count in sorted(counts.items())]
 
 
 def _gauge(name: str, about: str, labels: Sequence[str], samples: Samples) -> Metric:

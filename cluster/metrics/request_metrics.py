@@ -129,6 +129,7 @@ class _Watched(RequestObserver):
         if request is None:
             return
         recorder.add(series.SUCCESS, 1, REASONS[reason])
+        recorder.add(series.ANSWERED, 1, series.BY_ADAPTER if request.adapter else series.BY_MODEL)
         if self._last:
             recorder.add(series.PREFIX_QUERIES, usage.prompt_tokens)
             recorder.add(series.PREFIX_HITS, usage.cached_tokens)

@@ -56,6 +56,13 @@ PROMPT_LENGTH = Histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", T
 OUTPUT_LENGTH = Histogram("vllm:request_generation_tokens", "Output tokens of a request.", TOKENS, unit=1.0)
 MAX_TOKENS = Histogram("vllm:request_params_max_tokens", "What requests ask for at most.", TOKENS, unit=1.0)
 
+BY_ADAPTER, BY_MODEL = "adapter", "model"
+ANSWERED = Counter(
+    "tandem:answered_requests",
+    "Requests that were valid and have ended, by what answered: a LoRA adapter or the model itself.",
+    labels=("by",),
+    series=((BY_ADAPTER,), (BY_MODEL,)),
+)
 PUSHES = Counter("tandem:pushes", "Prompts whose KV was pushed to another worker.")
 PUSH_BYTES = Counter("tandem:push_bytes", "Bytes of KV pushed.")
 PUSH_SECONDS = Counter("tandem:push_seconds", "What pushes added to prompts, in calls and in waits.", unit=1e-6)

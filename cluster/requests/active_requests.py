@@ -178,7 +178,7 @@ class ActiveRequests:
         """Lets up to `count` requests that `source` decodes go on at `target`: those with most tokens left.
 
         How many there were. One with few tokens left stays, and so does one that was moved often, unless the source
-        leaves.
+        leaves. One whose adapter the target lacks stays, too.
         """
         movable = [
             generation
@@ -186,6 +186,7 @@ class ActiveRequests:
             for generation in call.answers.generations
             if generation.decoded_by is source
             and not generation.slides
+            and (not generation.adapter or generation.adapter in target.adapters)
             and (leaves or generation.max_tokens_left >= LEAST_TOKENS_LEFT)
             and (leaves or generation.num_moves < MOST_MOVES)
         ]

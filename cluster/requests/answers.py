@@ -8,8 +8,9 @@ from functools import partial
 from tandem.cluster.requests.fair_turns import cost_of, most_tokens
 from tandem.cluster.requests.forks import NOT_FORKED, ForkedFrom
 from tandem.cluster.requests.generation import Generation, Write
+from tandem.cluster.requests.reading.received import Received
 from tandem.cluster.requests.replay import Replay
-from tandem.cluster.requests.validation import Received, ValidRequest
+from tandem.cluster.requests.validation import ValidRequest
 from tandem.cluster.routing.islands import LinkPair
 from tandem.cluster.routing.router import Router
 from tandem.proto import inference_pb2

@@ -86,6 +86,11 @@ class Generation:
         return self._request.request_id
 
     @property
+    def adapter(self) -> bytes:
+        """Digest of its LoRA adapter; empty for none."""
+        return self._request.prompt.adapter
+
+    @property
     def slides(self) -> bool:
         return self._request.prompt.sliding is not None
 
@@ -366,7 +371,7 @@ class Generation:
         self._sent += token_ids
         self.observer.tokens(part.num_tokens)
         message = inference_pb2.GenerateResponse(
-            request_id=self._request.request_id, token_ids=token_ids, text=part.text
+            request_id=self.request_id, token_ids=token_ids, text=part.text, adapter=self.adapter
         )
         if part.finish_reason != FinishReason.RUNNING:
             message.finish_reason = int(part.finish_reason)  # type: ignore[assignment]  # same numbers

@@ -9,11 +9,14 @@ from types import MappingProxyType
 import numpy as np
 
 from tandem.cache.plan.arrays import Int64Array
+from tandem.cluster.adapters.names import ServedNames
+from tandem.cluster.adapters.values import Adapter
 from tandem.cluster.errors import InvalidRequest
 from tandem.cluster.protocol import MAX_MESSAGES, TOKEN_IDS_ONLY
 from tandem.cluster.requests.cache_salt import worker_salt
 from tandem.cluster.requests.default_sampling import with_defaults
 from tandem.cluster.requests.model_limits import ModelLimits
+from tandem.cluster.requests.reading.received import Received, read_resume
 from tandem.cluster.text.chat_template import CHOSEN, ChatTemplateError
 from tandem.cluster.text.encoder_prompt import InvalidHalf, decoder_prompt, take_encoder_prompt
 from tandem.cluster.text.prompt_tokens import prompt_tokens, template_variables
@@ -41,14 +44,6 @@ QUICK_IDS = 1 << 16  # numbers of token_ids
 MOST_STOPS = (("stop", MAX_STOP_STRINGS), ("stop_token_ids", MAX_STOP_TOKEN_IDS))
 
 
-@dataclass(frozen=True)
-class Received:
-    """What a client has of one answer from an earlier call of the same request."""
-
-    token_ids: tuple[int, ...] = ()
-    ended: bool = False  # nothing more comes of it
-
-
 @dataclass(frozen=True, eq=False)
 class ValidRequest:
     """A request whose answers workers can run; params has a seed, so that a replay draws the same numbers."""
@@ -59,6 +54,7 @@ class ValidRequest:
     received: tuple[Received, ...] = ()  # of each answer that the client gets; none where there was no earlier call
     resumes: bool = False
     returns_prompt: bool = False  # the client gets the prompt's token ids
+    adapter: str = ""  # the name of the LoRA adapter that answers; empty for the model itself
 
     def answer(self, index: int) -> "ValidRequest":
         """One answer as a request of its own. As in vLLM its seed is the request's plus its index."""
@@ -88,9 +84,12 @@ class RequestValidator:
         *,
         salt_by_token: bool = False,
         defaults: Mapping[str, float] = MappingProxyType({}),
+        names: ServedNames | None = None,
     ) -> None:
-        """salt_by_token: callers with unlike credentials share no prefixes. defaults: see default_sampling()."""
+        """salt_by_token: callers with unlike credentials share no prefixes. defaults: see default_sampling(). names:
+        those that a request may give as its model; None: any, for the one model."""
         self._defaults = defaults
+        self._names = names
         self._limits = limits
         self._salt_by_token = salt_by_token
         self._tokenizer = tokenizer
@@ -117,6 +116,7 @@ class RequestValidator:
         if message.sampling.HasField("first_token_seconds") and not target >= MIN_FIRST_TOKEN_SECONDS:
             raise InvalidRequest(f"sampling.first_token_seconds is {target:g}; it must be {FIRST_TOKEN_SECONDS}")
         self._check_priority(message)
+        self._adapter(message)
         slides = message.sampling.HasField("sliding")
         self._check_received("resume.token_ids", len(message.resume.token_ids), slides=slides)
         for index, answer in enumerate(message.resume.answers[:MAX_ANSWERS]):
@@ -199,6 +199,7 @@ class RequestValidator:
         default of SamplingParams. credential: what the caller showed to be let in, empty for nothing. tokens: the
         prompt's, int64 [n], where they are known."""
         self.check(message)
+        adapter = self._adapter(message)
         params = with_defaults(sampling_from_proto(message.sampling), message.sampling, self._defaults)
         ends_anywhere = open_ended is not None and not message.sampling.HasField("max_tokens")
         if ends_anywhere:
@@ -217,9 +218,9 @@ class RequestValidator:
             token_ids, encoder = self._join(token_ids, message)
         tiers: dict[str, int] = dict(zip(TIERS, self._limits.priorities, strict=True))
         params = replace(params, priority=tiers.get(message.service_tier, params.priority))
-        prompt = PromptSpec(
-            token_ids, self.salt(message.cache_salt, credential), encoder, params.sliding, priority=params.priority
-        )
+        salt, priority = self.salt(message.cache_salt, credential), params.priority
+        digest = b"" if adapter is None else adapter.digest
+        prompt = PromptSpec(token_ids, salt, encoder, params.sliding, priority=priority, adapter=digest)
         if open_ended is not None and ends_anywhere:
             most = min(open_ended, self._limits.room(prompt))
             params = replace(params, max_tokens=max(1, params.min_tokens, most))
@@ -231,7 +232,7 @@ class RequestValidator:
         resumes = message.HasField("resume")
         if resumes and not message.request_id:
             raise InvalidRequest("request_id is empty; resume needs the id of the request that it continues")
-        received = self._received(message.resume, params)
+        received = read_resume(message, params, adapter, self._check_vocabulary)
         request_id, tells = message.request_id or uuid.uuid4().hex, message.return_prompt_token_ids
         going_on = [len(answer.token_ids) for answer in received if answer.token_ids and not answer.ended]
         if not all(map(prompt.fits_window, going_on)):
@@ -239,30 +240,12 @@ class RequestValidator:
                 "resume: sampling.sliding has let go of tokens that would have to be computed again; only a request "
                 f"whose prompt and tokens fit in the window of {params.sliding} can be resumed"
             )
-        return ValidRequest(request_id, prompt, params, received, resumes, tells)
+        name = "" if adapter is None else adapter.name
+        return ValidRequest(request_id, prompt, params, received, resumes, tells, name)
 
-    def _received(self, resume: inference_pb2.Resume, params: SamplingParams) -> tuple[Received, ...]:
-        count = len(resume.answers)
-        if params.num_answers == 1:
-            if count:
-                raise InvalidRequest(f"resume.answers has {count} entries; with one answer token_ids are accepted")
-            self._check_vocabulary("resume.token_ids", np.array(resume.token_ids, np.int64))
-            return (Received(tuple(resume.token_ids)),) if resume.token_ids else ()
-        if resume.token_ids:
-            raise InvalidRequest(
-                f"resume.token_ids has {len(resume.token_ids)} ids; with {params.num_answers} answers "
-                "resume.answers has them"
-            )
-        if count not in (0, params.n):
-            raise InvalidRequest(f"resume.answers has {count} entries; none or sampling.n are accepted: {params.n}")
-        for index, answer in enumerate(resume.answers):
-            self._check_vocabulary(f"resume.answers[{index}].token_ids", np.array(answer.token_ids, np.int64))
-        received = tuple(Received(tuple(answer.token_ids), answer.ended) for answer in resume.answers)
-        if params.num_answers > params.n and any(answer.token_ids and not answer.ended for answer in received):
-            raise InvalidRequest("resume.answers: with best_of an answer comes whole; it has ended or has no token_ids")
-        if received and all(answer.ended for answer in received):
-            raise InvalidRequest("resume.answers have all ended; only a request that has not ended can be resumed")
-        return received
+    def _adapter(self, message: inference_pb2.GenerateRequest) -> Adapter | None:
+        """UnknownModel for a model that is not served."""
+        return None if self._names is None else self._names.adapter(message.model)
 
     def _check_received(self, field: str, count: int, *, slides: bool) -> None:
         longest = self._limits.max_sliding_tokens if slides else self._limits.longest

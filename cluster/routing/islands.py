@@ -15,6 +15,10 @@ from tandem.cluster.routing.push_times import PushTimes
 from tandem.cluster.routing.worker_link import WorkerLink
 from tandem.proto import inference_pb2
 
+COPIED_TOKENS = 256
+"""What bringing an adapter from host memory to the device costs, in tokens of a prompt: tens of megabytes take a few
+milliseconds, and another adapter may have to come back later."""
+
 
 class LinkPair(NamedTuple):
     """As policy.Pair, with the connections."""
@@ -107,17 +111,30 @@ class Islands:
         """What pairs() finds a prompt's prefixes by. One for a request: keys take time to make."""
         return PromptKeys(token_ids, self._page_size, salt)
 
-    def pairs(self, ask: Ask, prompt: PromptKeys | None = None) -> Iterator[LinkPair]:
-        """In the order that the routing policy gives. prompt: where given, ask gets its matches."""
+    def pairs(self, ask: Ask, prompt: PromptKeys | None = None, adapter: bytes = b"") -> Iterator[LinkPair]:
+        """In the order that the routing policy gives. prompt: where given, ask gets its matches. adapter: digest of the
+        LoRA adapter that both workers must hold; empty: none."""
         links = self.links()
         matches = ask.matches if prompt is None else self._prefixes.match(prompt)
         ask = Ask(ask.prompt_tokens, ask.max_tokens, matches, self._pushes.per_token)
-        pairs = self._policy(self.loads(), ask, self._turn)
+        pairs = self._policy(self._holders(adapter) if adapter else self.loads(), ask, self._turn)
         self._turn += 1
         return (
             LinkPair(links[decode.key], links[prefill.key], seconds, ask.matches.get(prefill.key, 0))
             for decode, prefill, seconds in pairs
         )
+
+    def holds(self, adapter: bytes) -> bool:
+        """Whether any worker that takes requests holds an adapter."""
+        return any(adapter in link.adapters for link in self.links().values())
+
+    def _holders(self, adapter: bytes) -> list[WorkerLoad]:
+        """loads() of workers that hold an adapter. One that has to bring it in counts as more loaded."""
+        return [
+            load if adapter in link.resident_adapters else load.plus(COPIED_TOKENS)
+            for load, link in zip(self.loads(), self.links().values(), strict=True)
+            if adapter in link.adapters
+        ]
 
     def serves(self, pair: LinkPair) -> bool:
         """Whether the decode worker takes requests now, and the other one sends it a prompt: it may be leaving."""

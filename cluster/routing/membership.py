@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tandem.cluster.adapters.values import AdapterSet
 from tandem.cluster.peers.hosts import GatewayHost, GatewayHosts
 from tandem.cluster.processes.processes import ActorProcess
 from tandem.cluster.routing.worker_link import WorkerAddress
@@ -52,6 +53,7 @@ class Membership:
         self._hosts = GatewayHosts()
         self._scaling: ScalingState | None = None
         self._outage = Outage()
+        self._adapters = AdapterSet()
 
     def update(
         self,
@@ -102,6 +104,19 @@ class Membership:
             for gateway in self._gateways:
                 gateway.call("update_outage", self._outage)
 
+    def update_adapters(self, adapters: AdapterSet) -> list[Future[Any]]:
+        """Tells all which adapters are served; the calls under way."""
+        with self._lock:
+            if adapters.version > self._adapters.version:
+                self._adapters = adapters
+            return [gateway.call("update_adapters", self._adapters) for gateway in self._gateways]
+
+    @property
+    def adapters(self) -> AdapterSet:
+        """The LoRA adapters that are served now."""
+        with self._lock:
+            return self._adapters
+
     def update_host(self, host: GatewayHost) -> None:
         """Tells all which processes a host's gateway has now. One without any is there no more."""
         with self._lock:
@@ -128,6 +143,7 @@ class Membership:
                 gateway.call("update_scaling", self._scaling)
             if self._hosts.version:
                 gateway.call("update_hosts", self._hosts)
+            gateway.call("update_adapters", self._adapters)
             if self._outage.version:
                 gateway.call("update_outage", self._outage)
             return [gateway.call("update_island", state) for state in self._states.values()]

@@ -36,6 +36,10 @@ class WorkerLoad(NamedTuple):
     def key(self) -> Key:
         return self.island, self.pe
 
+    def plus(self, tokens: int) -> "WorkerLoad":
+        """The same with so many tokens more to hold and to compute."""
+        return self._replace(load=self.load + tokens, prompt_tokens=self.prompt_tokens + tokens)
+
 
 NO_PUSHES: Mapping[tuple[str, str], float] = MappingProxyType({})
 NO_MATCHES: Mapping[Key, int] = MappingProxyType({})

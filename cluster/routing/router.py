@@ -3,13 +3,13 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.cache.plan.prefix_chain import encoder_salt
-from tandem.cluster.errors import DeadlineExceeded, WorkerFull, WorkerTimedOut, WorkerUnreachable
+from tandem.cache.plan.prefix_chain import adapter_salt, encoder_salt
+from tandem.cluster.errors import AdapterMissing, DeadlineExceeded, WorkerFull, WorkerTimedOut, WorkerUnreachable
 from tandem.cluster.routing.admission import AdmissionQueue
 from tandem.cluster.routing.islands import Islands, LinkPair
 from tandem.cluster.routing.policy import Ask
@@ -76,10 +76,18 @@ class Router:
     """
 
     def __init__(
-        self, islands: Islands, queue: AdmissionQueue, *, id_prefix: str, queue_seconds: float, parks: bool = False
+        self,
+        islands: Islands,
+        queue: AdmissionQueue,
+        *,
+        id_prefix: str,
+        queue_seconds: float,
+        parks: bool = False,
+        check_adapter: Callable[[bytes], None] = lambda digest: None,
     ) -> None:
         """id_prefix: begins the request ids of this gateway, so that workers can tell gateways apart. parks: whether
-        workers may park running requests."""
+        workers may park running requests. check_adapter: raises AdapterRefused for the digest of one that is served no
+        more."""
         self._islands = islands
         self._queue = queue
         self._id_prefix = id_prefix
@@ -87,6 +95,7 @@ class Router:
         self._queue_seconds = queue_seconds
         self._given_back = queue.room
         self._parks = parks
+        self._check_adapter = check_adapter
         self._cleanup: set[asyncio.Task[object]] = set()
 
     @property
@@ -112,10 +121,12 @@ class Router:
         client: the request's owner; waiting clients take turns. again: the request was admitted before, so a full queue
         does not refuse it. move: the pair that is tried first, however many wait. near: the pair that is tried first in
         the request's own turn. count: as how many requests it counts while it waits. fork_of: see
-        PrepareReceiveRequest. Raises Overloaded (queue full), DeadlineExceeded (no room in time) or WorkerCallError.
+        PrepareReceiveRequest. Raises Overloaded (queue full), DeadlineExceeded (no room in time), AdapterRefused or
+        WorkerCallError.
         """
         token_ids, encoder_len = prompt.token_ids, prompt.encoder.length
-        key_salt = encoder_salt(token_ids[:encoder_len], prompt.salt) if encoder_len else prompt.salt
+        key_salt = adapter_salt(prompt.adapter, prompt.salt)
+        key_salt = encoder_salt(token_ids[:encoder_len], key_salt) if encoder_len else key_salt
         keys = self._islands.prompt_keys(token_ids[:1] if prompt.whole else token_ids, key_salt)  # one token has none
         wanted = _Wanted(request_id, prompt, max_tokens, keys, fork_of)
         if move is not None or not self._queue.waits:
@@ -131,8 +142,10 @@ class Router:
             ):
                 return await self._wait_for_room(wanted, near)
         except TimeoutError:
+            lacking = prompt.adapter and not self._islands.holds(prompt.adapter)
             raise DeadlineExceeded(
-                f"no decode worker had room for {len(prompt)} prompt and {max_tokens} output tokens "
+                f"no {f'worker held the adapter {prompt.adapter.hex()}' if lacking else 'decode worker had room'} for "
+                f"{len(prompt)} prompt and {max_tokens} output tokens "
                 f"within {self._queue_seconds:g} s (gateway.queue_seconds)"
             ) from None
 
@@ -157,8 +170,11 @@ class Router:
                 await placement.decode.abort(request_id, writer_quiet=True)
 
     def _pairs(self, wanted: _Wanted, first: LinkPair | None) -> Iterable[LinkPair]:
-        pairs = self._islands.pairs(Ask(len(wanted.prompt), wanted.max_tokens), wanted.keys)
+        adapter = wanted.prompt.adapter
+        pairs = self._islands.pairs(Ask(len(wanted.prompt), wanted.max_tokens), wanted.keys, adapter)
         if first is None or not self._islands.serves(first):
+            return pairs
+        if adapter and not (adapter in first.decode.adapters and adapter in first.prefill.adapters):
             return pairs
         return itertools.chain((first,), pairs)
 
@@ -199,6 +215,7 @@ class Router:
         announce: an idle prefill worker hears of the prompt before there is room for it. parks: workers are asked that
         would make room.
         """
+        self._check_adapter(wanted.prompt.adapter)
         makers, wanted.would_park = wanted.would_park, []
         total, prompt, message = wanted.total_tokens, wanted.prompt, prompt_to_proto(wanted.prompt)
         for pair in self._pairs(wanted, first):
@@ -272,6 +289,9 @@ class Router:
         except WorkerFull as error:
             if self._parks and would_park(error) and decode not in wanted.would_park:
                 wanted.would_park.append(decode)
+            return None
+        except AdapterMissing:
+            decode.lacks_adapter(request.prompt.adapter)
             return None
         except (WorkerUnreachable, WorkerTimedOut):  # one that is stopped may answer when it goes on
             decode.avoid()

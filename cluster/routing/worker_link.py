@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 import grpc.aio
 
-from tandem.cluster.errors import PlacementLost, WorkerCallError, WorkerFull
+from tandem.cluster.adapters.values import DIGEST_BYTES
+from tandem.cluster.errors import AdapterMissing, PlacementLost, WorkerCallError, WorkerFull
 from tandem.cluster.errors.statuses import worker_errors
 from tandem.cluster.peers.placed_tokens import PlacedTokens
 from tandem.cluster.routing.held_prefixes import HeldPrefixes
@@ -75,6 +76,8 @@ class WorkerLink:
         self.decoding = 0  # requests of this gateway process that the worker holds, to decode them
         self._address, self._host = worker.address, worker.address.rpartition(":")[0]
         self._pushes = pushes
+        self.adapters: frozenset[bytes] = frozenset()  # digests of LoRA adapters that its requests may use
+        self.resident_adapters: frozenset[bytes] = frozenset()  # of these: on its device
         self._name = f"{worker.role} worker (PE {worker.pe}, epoch {epoch})"
         self._channel = _channel(worker, options)
         self._stub = authorized(worker_pb2_grpc.WorkerStub(self._channel), worker.token)
@@ -99,7 +102,15 @@ class WorkerLink:
 
     @report.setter
     def report(self, report: worker_pb2.WorkerReport) -> None:
-        self._report, self.known_load = report, None
+        before, self._report, self.known_load = self._report, report, None
+        if (report.adapters, report.resident_adapters) != (before.adapters, before.resident_adapters):
+            self.adapters = _digests(report.adapters)
+            self.resident_adapters = _digests(report.resident_adapters)
+
+    @property
+    def name(self) -> str:
+        """What it is called in errors."""
+        return f"{self._name} of island {self.key[0]}"
 
     @property
     def load(self) -> int:
@@ -177,8 +188,12 @@ class WorkerLink:
             call = self._stub.RemoteSend(request, timeout=timeout)
 
         async def answer() -> worker_pb2.RemoteSendResponse:
-            with self._errors():
-                return await call
+            try:
+                with self._errors():
+                    return await call
+            except AdapterMissing:
+                self.lacks_adapter(request.prompt.adapter)
+                raise
 
         return unwatched(asyncio.ensure_future(answer()))
 
@@ -219,6 +234,26 @@ class WorkerLink:
             return False
         return True
 
+    async def load_adapter(self, name: str, path: str, digest: bytes, timeout: float) -> worker_pb2.LoadedAdapter:
+        """The worker reads a folder and holds what is in it; see Worker.LoadAdapter. digest: empty for any."""
+        request = worker_pb2.LoadAdapterRequest(epoch=self.epoch, name=name, path=path, digest=digest)
+        with worker_errors(self._name):
+            answer = await self._stub.LoadAdapter(request, timeout=timeout)
+        self.adapters |= {answer.digest}  # its next report says so, too
+        return answer
+
+    async def remove_adapter(self, digest: bytes, timeout: float) -> None:
+        """No new request of the worker may use the adapter."""
+        self.adapters -= {digest}
+        with worker_errors(self._name):
+            await self._stub.RemoveAdapter(
+                worker_pb2.RemoveAdapterRequest(epoch=self.epoch, digest=digest), timeout=timeout
+            )
+
+    def lacks_adapter(self, digest: bytes) -> None:
+        """The worker has said that it does not hold it."""
+        self.adapters -= {digest}
+
     async def status(self) -> inference_pb2.WorkerInfo:
         """The worker's own account. `alive` is false when it does not answer in time."""
         try:
@@ -258,6 +293,10 @@ class WorkerLink:
         """The error of requests whose tokens were lost with the feed."""
         self.avoid()
         return PlacementLost(f"the feed of {self._name} ended before the request did")
+
+
+def _digests(packed: bytes) -> frozenset[bytes]:
+    return frozenset(packed[begin : begin + DIGEST_BYTES] for begin in range(0, len(packed), DIGEST_BYTES))
 
 
 def _channel(worker: WorkerAddress, options: list[tuple[str, int]]) -> grpc.aio.Channel:

@@ -3,14 +3,15 @@
 import threading
 from concurrent.futures import Future
 
-from tandem.cluster.errors import TandemError
+from tandem.cluster.adapters.values import AdapterSet
+from tandem.cluster.frontends.orders import Order, Outcome
 from tandem.cluster.gateway.gateway import Gateway
 from tandem.cluster.gateway.settings import GatewayAddresses, GatewaySettings
 from tandem.cluster.peers.hosts import GatewayHosts
 from tandem.cluster.processes.garbage import IdleCollections
 from tandem.cluster.processes.heap import keep_freed_memory
 from tandem.cluster.routing.membership import IslandState, Outage
-from tandem.cluster.scaling import ScaleOrder, ScaleOutcome, ScalingState
+from tandem.cluster.scaling import ScalingState
 from tandem.workers.event_loop import EventLoopThread
 from tandem.workers.logs import close_log, open_log
 
@@ -44,6 +45,9 @@ class GatewayActor:
     def update_island(self, state: IslandState) -> None:
         self._events.run(self._gateway.update_island(state), timeout=30)
 
+    def update_adapters(self, adapters: AdapterSet) -> None:
+        self._events.run(self._gateway.update_adapters(adapters), timeout=30)
+
     def update_hosts(self, hosts: GatewayHosts) -> None:
         self._events.run(self._gateway.update_hosts(hosts), timeout=30)
 
@@ -59,10 +63,10 @@ class GatewayActor:
     def unfinished(self, island: str, pes: frozenset[int], move: bool) -> int:
         return self._events.run(self._gateway.unfinished(island, pes, move=move), timeout=30)
 
-    def next_order(self) -> ScaleOrder | None:
+    def next_order(self) -> Order | None:
         return self._events.run(self._gateway.next_order(), timeout=60)
 
-    def answer_order(self, number: int, outcome: ScaleOutcome | TandemError) -> None:
+    def answer_order(self, number: int, outcome: Outcome | BaseException) -> None:
         self._events.run(self._gateway.answer_order(number, outcome), timeout=30)
 
     def wait(self) -> None:

@@ -1,4 +1,4 @@
-"""Keeps one host's gateway processes running, on the same ports, and takes the scale orders that reach them."""
+"""Keeps one host's gateway processes running, on the same ports, and takes the orders that reach them."""
 
 import logging
 import math
@@ -11,13 +11,13 @@ from typing import Any, NoReturn
 
 from tandem.cluster.config.sections import RecoverySection
 from tandem.cluster.errors import ProcessEnded, StartFailed, TandemError
+from tandem.cluster.frontends.orders import Order
 from tandem.cluster.gateway.settings import GatewayAddresses, GatewaySettings
 from tandem.cluster.peers.hosts import GatewayHost
 from tandem.cluster.peers.table import GatewayTable
 from tandem.cluster.processes.placement import Where
 from tandem.cluster.processes.processes import ActorProcess, ActorSpec, Processes, ProcessGroup
 from tandem.cluster.routing.membership import Membership
-from tandem.cluster.scaling import ScaleOrder, ScaleOutcome
 from tandem.cluster.supervision.gateway_actor import GatewayActor
 from tandem.cluster.supervision.gateways.host_share import (
     FarShare,
@@ -31,6 +31,9 @@ from tandem.cluster.supervision.liveness import Liveness
 from tandem.cluster.supervision.process_modules import gateway_modules
 from tandem.cluster.supervision.stop_signal import Stopping, StopSignal
 from tandem.cluster.supervision.supervisor import RETRY_SECONDS, Supervisor
+
+TakeOrder = Callable[[Order], Future[Any]]
+"""Carries an order out, and does not block; its outcome."""
 
 SERVE_SECONDS = 120.0
 STOP_SECONDS = 30.0
@@ -70,8 +73,8 @@ class _Gateway:
 class GatewaySupervisor(Supervisor):
     """A process that is lost is started again alone, while the others serve. With their host all are, once it is back.
 
-    release is given the prefix of request ids that workers may still hold for a process that is gone; scale is given
-    the orders that a process took, and does not block.
+    release is given the prefix of request ids that workers may still hold for a process that is gone; orders takes the
+    orders that a process was given.
     """
 
     def __init__(
@@ -81,7 +84,7 @@ class GatewaySupervisor(Supervisor):
         shape: GatewayShape,
         membership: Membership,
         release: Callable[[str], None],
-        scale: Callable[[ScaleOrder], Future[ScaleOutcome]],
+        orders: TakeOrder,
         recovery: RecoverySection,
         failed: Callable[[TandemError], None],
         beside: Set[int] = frozenset(),
@@ -96,7 +99,7 @@ class GatewaySupervisor(Supervisor):
         self._shape = shape
         self._membership = membership
         self._release = release
-        self._scale = scale
+        self._take = orders
         self._beside = frozenset(beside)
         self._is_here = is_here
         self._where = Where(here=True) if is_here else Where(address=settings.node)
@@ -205,6 +208,8 @@ class GatewaySupervisor(Supervisor):
     def _start(self) -> list[ActorProcess]:
         """Starts the processes that do not serve."""
         absent = [gateway for gateway in self._gateways if not gateway.serves]
+        for gateway in absent:
+            gateway.settings = replace(gateway.settings, adapters=self._membership.adapters)
         if self._group is None:
             self._group = self._processes.start_group(
                 [gateway.spec for gateway in absent],
@@ -234,9 +239,9 @@ class GatewaySupervisor(Supervisor):
                 order = self._order_of(done)
                 self._orders[gateway.call("next_order")] = gateway
                 if order is not None:
-                    self._scale(order).add_done_callback(partial(_answer, gateway, order.number))
+                    self._take(order).add_done_callback(partial(_answer, gateway, order.number))
 
-    def _order_of(self, done: Future[Any]) -> ScaleOrder | None:
+    def _order_of(self, done: Future[Any]) -> Order | None:
         error = done.exception()
         if error is None:
             return done.result()
@@ -322,6 +327,6 @@ class GatewaySupervisor(Supervisor):
             self._share.close()
 
 
-def _answer(gateway: ActorProcess, number: int, done: Future[ScaleOutcome]) -> None:
+def _answer(gateway: ActorProcess, number: int, done: Future[Any]) -> None:
     error = done.exception()
     gateway.call("answer_order", number, done.result() if error is None else error)

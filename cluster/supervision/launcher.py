@@ -13,10 +13,11 @@ from tandem.cache.kernels.flashinfer.served_version import refused_version
 from tandem.cache.kinds.kind import check_gpu
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.plan.layout import KVLayout
+from tandem.cluster.adapters.book import AdapterBook, AdapterOrders
 from tandem.cluster.config.cluster_config import ClusterConfig
 from tandem.cluster.config.rank_shapes import check_ranks
 from tandem.cluster.errors import ConfigError, StartFailed, TandemError
-from tandem.cluster.gateway.settings import GatewayAddresses
+from tandem.cluster.gateway.settings import GatewayAddresses, GatewaySettings
 from tandem.cluster.processes.processes import Processes
 from tandem.cluster.processes.ray_processes import RayProcesses
 from tandem.cluster.requests.default_sampling import default_sampling
@@ -26,7 +27,7 @@ from tandem.cluster.served_model import ServedModel
 from tandem.cluster.supervision.autoscaling.autoscaler import Autoscaler, IslandRoom
 from tandem.cluster.supervision.autoscaling.load_meter import LoadMeter
 from tandem.cluster.supervision.autoscaling.role_scaler import RoleScaler
-from tandem.cluster.supervision.gateway_supervisor import GatewayShape
+from tandem.cluster.supervision.gateway_supervisor import GatewayShape, TakeOrder
 from tandem.cluster.supervision.gateways.gateway_set import GatewaySet
 from tandem.cluster.supervision.island import Island, LoadState
 from tandem.cluster.supervision.island_set import IslandSet
@@ -310,19 +311,27 @@ class Cluster:
 
     def _start_gateways(self, islands: IslandSet, max_model_len: int, network: Network) -> GatewaySet:
         """Begins to start them. They have their ports and imports, and serve once the workers agree on their pages."""
+        settings = gateway_settings(self._config, ServedModel.of_config(self._config, max_model_len))
         self._gateways = GatewaySet(
             self._processes,
-            gateway_settings(self._config, ServedModel.of_config(self._config, max_model_len)),
+            settings,
             GatewayShape(gateway_processes(self._config), max_islands(self._config), self._num_pages),
             network,
             self._membership,
             islands.release,
-            islands.scale,
+            self._taker(islands, settings),
             self._fail,
             self._beside,
         )
         self._gateways.start()
         return self._gateways
+
+    def _taker(self, islands: IslandSet, settings: GatewaySettings) -> TakeOrder:
+        """What carries orders out. From any thread."""
+        book = AdapterBook(self._config.adapters.max_adapters, settings.adapters)
+        adapters = AdapterOrders(book, self._membership.update_adapters)
+        self._membership.update_adapters(settings.adapters)
+        return lambda order: islands.scale(order) if isinstance(order, ScaleOrder) else adapters.take(order)
 
     def _start_autoscaler(self) -> None:
         section, islands, room = self._config.scaling, self._islands, self._room

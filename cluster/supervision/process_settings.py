@@ -7,8 +7,12 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from types import MappingProxyType
 
 from tandem.cache.plan.layout import KVLayout
+from tandem.cluster.adapters.folders import read_folder
+from tandem.cluster.adapters.values import AdapterSet
+from tandem.cluster.config.adapters import AdaptersSection
 from tandem.cluster.config.cache_section import CacheSection
 from tandem.cluster.config.cluster_config import ClusterConfig
 from tandem.cluster.errors import ConfigError
@@ -98,6 +102,7 @@ def worker_configs(
             adaptive=is_adaptive(config),
             logging=config.logging.settings,
             record=config.record.settings,
+            adapters=config.adapters.settings,
         )
         for pe, role in enumerate(roles)
         for rank in range(sizes[pe])
@@ -174,7 +179,14 @@ def gateway_settings(config: ClusterConfig, model: ServedModel) -> GatewaySettin
         warm_up=config.island.device == "cuda" if config.gateway.warm_up is None else config.gateway.warm_up,
         security=config.security.server,
         peer_token=secrets.token_urlsafe(TOKEN_BYTES),
+        adapters=start_adapters(config.adapters),
     )
+
+
+def start_adapters(section: AdaptersSection) -> AdapterSet:
+    """Those of the configuration. ConfigError for a folder that holds none."""
+    found = {name: read_folder(name, Path(folder), section.max_rank) for name, folder in section.folders.items()}
+    return AdapterSet(1 if found else 0, MappingProxyType(found))
 
 
 def check_memory(worker: WorkerConfig, layout: KVLayout, num_pages: int) -> None:

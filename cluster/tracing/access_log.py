@@ -36,6 +36,7 @@ class _AccessLine(RequestObserver):
 
     def validated(self, request: ValidRequest) -> None:
         self._request_id = request.request_id
+        self._model = request.adapter or self._model
 
     def ended(
         self,

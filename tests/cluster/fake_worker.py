@@ -45,6 +45,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     asked: list[bool] = field(default_factory=list)  # of each RemoteSend: whether it wants them
     priorities: list[int] = field(default_factory=list)  # of each PrepareReceive
     parks: list[bool] = field(default_factory=list)  # of each PrepareReceive: whether running requests may be parked
+    adapters: dict[str, bytes] = field(default_factory=dict)  # digests of the folders that it can load, by their paths
+    held: set[bytes] = field(default_factory=set)
+    computed: list[tuple[bytes, bytes]] = field(default_factory=list)  # adapter and salt of each RemoteSend
     targets: list[float | None] = field(default_factory=list)  # of each RemoteSend: what is left for its first token
 
     async def start(self) -> None:
@@ -68,6 +71,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         self.priorities.append(request.prompt.priority)
         self.parks.append(request.parks)
         await self._maybe_fail("PrepareReceive", context)
+        if request.prompt.adapter and request.prompt.adapter not in self.held:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"adapter {request.prompt.adapter.hex()} is not held here")
         if self.room is not None:
             await self.room.wait()
         if request.writer_pe == self.pe:
@@ -91,6 +96,7 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         has_target = request.sampling.HasField("first_token_seconds")
         self.targets.append(request.sampling.first_token_seconds if has_target else None)
         self.prompts.append(prompt_from_bytes(request.prompt.token_ids).tolist())
+        self.computed.append((request.prompt.adapter, request.prompt.salt))
         if self.landed is not None:
             await self.landed.wait()
         await self._maybe_fail("RemoteSend", context)
@@ -145,6 +151,23 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             async for message in feed.messages():
                 await self._maybe_fail("Feed", context)
                 yield message
+
+    async def LoadAdapter(self, request: worker_pb2.LoadAdapterRequest, context: Any) -> worker_pb2.LoadedAdapter:
+        await self._maybe_fail("LoadAdapter", context)
+        digest = self.adapters.get(request.path)
+        if digest is None or request.digest not in (b"", digest):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"path is {request.path}; it holds no such adapter")
+            raise AssertionError("abort() raises")
+        self.held.add(digest)
+        return worker_pb2.LoadedAdapter(digest=digest, rank=8, bytes=1 << 20)
+
+    async def RemoveAdapter(
+        self, request: worker_pb2.RemoveAdapterRequest, context: Any
+    ) -> worker_pb2.RemoveAdapterResponse:
+        await self._maybe_fail("RemoveAdapter", context)
+        known = request.digest in self.held
+        self.held.discard(request.digest)
+        return worker_pb2.RemoveAdapterResponse(known=known)
 
     async def GetStatus(self, request: worker_pb2.GetStatusRequest, context: Any) -> inference_pb2.WorkerInfo:
         """Half of its pages are free. Both of its roles answer as a decode worker."""

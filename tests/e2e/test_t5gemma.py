@@ -79,7 +79,7 @@ def test_http(island: Island, oracle: Any) -> None:
 
 
 def _model(island: Island) -> str:
-    return island.gateway._names[0]
+    return island.gateway._names.model[0]
 
 
 def test_further_answers_share_the_encoders_pages(island: Island, oracle: Any) -> None:

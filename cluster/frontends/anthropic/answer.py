@@ -30,7 +30,7 @@ ERROR_TYPES = {
 
 
 async def messages_answer(
-    model: str, chats: ChatAnswers, body: AskingBody, requests: list[inference_pb2.GenerateRequest]
+    chats: ChatAnswers, model: str, body: AskingBody, requests: list[inference_pb2.GenerateRequest]
 ) -> "MessagesAnswer":
     """The answer to a body. model: the name to answer with. HttpError as that of a chat."""
     assert isinstance(body, MessagesBody)

@@ -24,10 +24,11 @@ from tandem.cluster.requests.origin import (
 )
 from tandem.workers.ports.authentication import BearerToken
 
-MODELS = "/v1/models"
-
 Route = Callable[[Scope, Receive, Reply], Awaitable[None]]
 Routes = dict[str, tuple[tuple[str, ...], Route]]
+NAMED = "/{name}"
+"""A path that ends with it stands for all names in this place, which may have slashes."""
+
 log = logging.getLogger(__name__)
 
 
@@ -42,20 +43,19 @@ class HttpApp:
         limit: CallLimit,
         token: str | None,
         rejected: Callable[[int], None],
-        names: Sequence[str] = (),
         forms: Mapping[str, ErrorForm] = MappingProxyType({}),
         origins: Sequence[str] = (),
     ) -> None:
         """routes: beside those of monitoring, with their methods. limit: bounds calls, monitors' apart. token: None
-        admits everybody. rejected: hears of each error's status. names: those that /v1/models has. forms: of errors,
-        for paths whose APIs have one of their own. origins: of web pages that may call, see Cors."""
+        admits everybody. rejected: hears of each error's status. forms: of errors, for paths whose APIs have one of
+        their own. origins: of web pages that may call, see Cors."""
         self._forms = forms
         self._routes: Routes = {**monitoring.routes, **routes}
         self._monitoring = monitoring
         self._limit = limit
         self._token = None if token is None else BearerToken(token)
         self._rejected = rejected
-        self._names = names
+        self._named = [path.removesuffix("{name}") for path in routes if path.endswith(NAMED)]
         self._cors = Cors(origins)
         self._calls: set[asyncio.Task[object]] = set()
 
@@ -111,12 +111,12 @@ class HttpApp:
         path, method = scope["path"], scope["method"]
         if path not in self._monitoring.open:
             self._check_caller(scope)
+        known = path
         if path not in self._routes:
-            asked = path.removeprefix(f"{MODELS}/")  # a name may have slashes
-            if asked not in (path, "") and self._names:
-                raise HttpError.other_model(asked, self._names)
+            known = next((f"{begin}{{name}}" for begin in self._named if path.startswith(begin) and path != begin), "")
+        if not known:
             raise HttpError(404, f"{path!r:.80} is not served; {', '.join(self._routes)} are")
-        methods, route = self._routes[path]
+        methods, route = self._routes[known]
         if method not in methods:
             allowed = ", ".join(methods)
             raise HttpError(405, f"{path} takes {allowed}, not {method!r:.80}", headers={"allow": allowed})

@@ -1,11 +1,11 @@
 """Errors over HTTP: a status, and a body in the form of OpenAI's API."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from tandem.cluster.errors import CallError, Overloaded, Unauthenticated
+from tandem.cluster.errors import CallError, Overloaded, Unauthenticated, UnknownModel
 from tandem.cluster.errors.statuses import RETRY_AFTER_KEY, http_status, retry_after_ms
 
 TYPES = {401: "authentication_error", 429: "rate_limit_error"}
@@ -36,17 +36,14 @@ class HttpError(Exception):
     def of(cls, error: CallError) -> "HttpError":
         """The answer to a failed call."""
         headers: dict[str, str] = {}
+        if isinstance(error, UnknownModel):
+            return cls(http_status(error), str(error), param="model", code="model_not_found")
         if isinstance(error, Overloaded):
             seconds = error.retry_after_seconds
             headers = {"retry-after": str(math.ceil(seconds)), RETRY_AFTER_KEY: retry_after_ms(error)}
         elif isinstance(error, Unauthenticated):
             headers = {"www-authenticate": "Bearer"}
         return cls(http_status(error), str(error), headers=headers)
-
-    @classmethod
-    def other_model(cls, asked: str, served: Sequence[str]) -> "HttpError":
-        names = " and ".join(map(repr, served)) + (" is" if len(served) == 1 else " are")
-        return cls(404, f"model is {asked!r:.80}; {names} served here", param="model", code="model_not_found")
 
     @property
     def body(self) -> dict[str, Any]:

@@ -24,16 +24,16 @@ OF_PROMPT = ("prompt_token_ids", "prompt_logprobs")  # fields of the prompt, whi
 class ChatAnswers:
     """Makes the answers of one gateway's chats."""
 
-    def __init__(self, model: str, tokenizer: Tokenizer | None, formats: OutputFormats) -> None:
-        """model: the name to answer with. formats: of the checkpoint."""
-        self._model = model
+    def __init__(self, tokenizer: Tokenizer | None, formats: OutputFormats) -> None:
+        """formats: of the checkpoint."""
         self.tokenizer = tokenizer
         self._formats = formats
 
-    async def make(self, body: AskingBody, requests: list[inference_pb2.GenerateRequest]) -> "ChatAnswer":
-        """The answer to a chat. Its request keeps special tokens in the text where some are marks."""
+    async def make(self, model: str, body: AskingBody, requests: list[inference_pb2.GenerateRequest]) -> "ChatAnswer":
+        """The answer to a chat. model: the name to answer with. Its request keeps special tokens in the text where some
+        are marks."""
         assert isinstance(body, ChatBody)
-        return ChatAnswer(body, self._model, self.tokenizer, await self.reading(body, requests))
+        return ChatAnswer(body, model, self.tokenizer, await self.reading(body, requests))
 
     async def reading(
         self, body: ChatBody, requests: list[inference_pb2.GenerateRequest]

@@ -127,7 +127,7 @@ class CompletionBody(GenerationBody):
 
 
 async def completion_answer(
-    model: str, tokenizer: Tokenizer | None, body: AskingBody, requests: list[inference_pb2.GenerateRequest]
+    tokenizer: Tokenizer | None, model: str, body: AskingBody, requests: list[inference_pb2.GenerateRequest]
 ) -> "CompletionAnswer":
     """The answer to a completion. model: the name to answer with."""
     assert isinstance(body, CompletionBody)

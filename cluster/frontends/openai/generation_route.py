@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tandem.cluster.errors import InvalidRequest
+from tandem.cluster.adapters.names import ServedNames
+from tandem.cluster.errors import InvalidRequest, UnknownModel
 from tandem.cluster.frontends.http.body import read_body_of
 from tandem.cluster.frontends.http.caller import client_of, credentials_of, host_of, unless_gone
 from tandem.cluster.frontends.http.errors import HttpError
@@ -25,8 +26,8 @@ from tandem.proto import inference_pb2
 
 WriteOf = Callable[[int, inference_pb2.GenerateResponse], Coroutine[Any, Any, None]]
 """Writes an answer to the prompt of that index."""
-MakeAnswer = Callable[[AskingBody, list[inference_pb2.GenerateRequest]], Awaitable[AnyAnswer]]
-"""Makes what answers a body, before its requests are sent. It may change these. Raises HttpError."""
+MakeAnswer = Callable[[str, AskingBody, list[inference_pb2.GenerateRequest]], Awaitable[AnyAnswer]]
+"""Makes what answers a body under a model's name, before its requests are sent. It may change these. HttpError."""
 
 LONG_BODY = 1 << 14  # bytes; longer ones are read in a process of their own
 
@@ -38,21 +39,19 @@ class GenerationRoute:
     body: type[AskingBody]
     answer: MakeAnswer
     requests: ActiveRequests
-    model: str  # the name in answers
+    names: ServedNames  # that a body may give as its model
     max_bytes: int  # of a body
     max_tokens: int  # of a prompt with its output
     turns: FairTurns  # many requests may come at once
     bodies: BodyBudget
     readers: Readers
-    aliases: tuple[str, ...] = ()  # other names that are accepted
 
     async def serve(self, scope: Scope, receive: Receive, reply: Reply) -> None:
         """Answers one request; a client that goes away ends it. HttpError, ClientGone, and as ActiveRequests.serve."""
         held = self.bodies.open(host_of(scope))
         try:
             body, requests = await self._body(scope, receive, held)
-            if body.model not in (None, self.model, *self.aliases):
-                raise HttpError.other_model(body.model or "", (self.model, *self.aliases))
+            self.names.adapter(body.model)  # raises UnknownModel
             held.requests = len(requests)
             current_body.set(held)
             reply.headers |= body.headers
@@ -60,6 +59,7 @@ class GenerationRoute:
             for index in range(len(requests)):  # no name may hold a request, which may be large
                 own = own_id(origin.given_id or origin.request_id) if index else origin.request_id
                 requests[index].request_id = requests[index].request_id or own
+                requests[index].model = body.model or ""
             generating = self._generate(body, requests, scope, reply)
             await unless_gone(receive, asyncio.ensure_future(generating))
         finally:
@@ -81,7 +81,8 @@ class GenerationRoute:
     ) -> None:
         """Takes the requests out of their list: they may be large, and the call long."""
         count, turn = len(requests), asyncio.Lock()
-        choices = Choices(await self.answer(body, requests), count, body.num_answers)
+        answer = await self.answer(self.names.answer(body.model), body, requests)
+        choices = Choices(answer, count, body.num_answers)
 
         async def write(prompt: int, message: inference_pb2.GenerateResponse) -> None:
             if not body.stream:
@@ -134,6 +135,8 @@ class GenerationRoute:
             )
             del request  # which may be large, and the call long
             await serving
+        except UnknownModel:  # removed since
+            raise
         except InvalidRequest as error:
             raise body.blame(error) from error
 

@@ -9,7 +9,8 @@ from pydantic import FailFast, Field
 from typing_extensions import TypeAliasType
 
 from tandem.cache.plan.arrays import Int64Array
-from tandem.cluster.errors import InvalidRequest
+from tandem.cluster.adapters.names import ServedNames, shown
+from tandem.cluster.errors import InvalidRequest, UnknownModel
 from tandem.cluster.frontends.http.body import read_body_of
 from tandem.cluster.frontends.http.caller import host_of, unless_gone
 from tandem.cluster.frontends.http.errors import HttpError
@@ -68,7 +69,7 @@ class Tokenization:
     """Both routes. Long bodies are read, and long texts tokenized, in a process of their own: it may take seconds."""
 
     tokenizer: Tokenizer | None
-    names: tuple[str, ...]  # of the model
+    served: ServedNames
     max_bytes: int  # of a body
     max_tokens: int  # of a prompt with its output
     bodies: BodyBudget
@@ -126,9 +127,10 @@ class Tokenization:
         held = self.bodies.open(host)
         try:
             data = await read_body_of(scope, receive, held, self.max_bytes)
+            names = self.served.all
             if len(data) <= LONG_BODY:
-                return read(data, self.names), False
-            reading = self.readers.run(host, read, data, self.names)
+                return read(data, names), False
+            reading = self.readers.run(host, read, data, names)
             return await unless_gone(receive, asyncio.ensure_future(reading)), True
         finally:
             held.release()
@@ -165,4 +167,4 @@ def read_detokenize(data: bytes | bytearray, names: tuple[str, ...]) -> list[int
 def check_model(asked: str | None, names: tuple[str, ...]) -> None:
     """Raises HttpError for another model's name."""
     if asked not in (None, *names):
-        raise HttpError.other_model(asked or "", names)
+        raise HttpError.of(UnknownModel(f"model is {asked!r:.80}; {shown(names)} served here"))

@@ -106,7 +106,7 @@ class Output:
 
 
 async def responses_answer(
-    model: str, chats: ChatAnswers, body: AskingBody, requests: list[inference_pb2.GenerateRequest]
+    chats: ChatAnswers, model: str, body: AskingBody, requests: list[inference_pb2.GenerateRequest]
 ) -> "ResponsesAnswer":
     """The answer to a body. model: the name to answer with. HttpError as that of a chat."""
     assert isinstance(body, ResponsesBody)

@@ -19,8 +19,7 @@ from tandem.cluster.peers.table import LASTING_CELLS, Column, GatewayTable, tabl
 from tandem.cluster.processes.placement import Where
 from tandem.cluster.processes.processes import Processes
 from tandem.cluster.routing.membership import Membership
-from tandem.cluster.scaling import ScaleOrder, ScaleOutcome
-from tandem.cluster.supervision.gateway_supervisor import GatewayShape, GatewaySupervisor
+from tandem.cluster.supervision.gateway_supervisor import GatewayShape, GatewaySupervisor, TakeOrder
 from tandem.cluster.supervision.gateways.host_share import HostCounts
 from tandem.cluster.supervision.network import Network
 from tandem.workers.ports.tls import bracketed
@@ -46,7 +45,7 @@ class GatewaySet:
         network: Network,
         membership: Membership,
         release: Callable[[str], None],
-        scale: Callable[[ScaleOrder], Future[ScaleOutcome]],
+        orders: TakeOrder,
         failed: Callable[[TandemError], None],
         beside: Set[int] = frozenset(),
     ) -> None:
@@ -60,7 +59,7 @@ class GatewaySet:
         self._settings = replace(settings, peers=network.peers, security=security)
         self._shape = shape
         self._membership = membership
-        self._release, self._scale, self._failed = release, scale, failed
+        self._release, self._take, self._failed = release, orders, failed
         self._beside = beside
         self._moves = network.peers is not None
         self._where = Where(not self._moves, section.node_resources, section.node_labels)
@@ -131,7 +130,7 @@ class GatewaySet:
             self._shape,
             self._membership,
             self._release,
-            self._scale,
+            self._take,
             settings.config.recovery,
             self._failed if is_here else partial(self._broken.__setitem__, address),
             self._beside,

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tandem.cluster.adapters.names import ServedNames
 from tandem.cluster.frontends.http.reply import Reply
 from tandem.cluster.frontends.openai.completions import CompletionBody, completion_answer
 from tandem.cluster.frontends.openai.generation_route import GenerationRoute
@@ -43,9 +44,9 @@ def test_so_many_a_round() -> None:
         turns = FairTurns(A_ROUND)
         route = GenerationRoute(
             CompletionBody,
-            partial(completion_answer, "m", None),
+            partial(completion_answer, None),
             requests,
-            "m",
+            ServedNames(["m"]),
             1 << 20,
             1 << 10,
             turns,

@@ -117,7 +117,7 @@ class TestCalls:
         error = refused(post(quiet.http, COMPLETIONS, {**BODY, "model": "gpt-4"}), 404)
         assert (error["param"], error["code"]) == ("model", "model_not_found")
         assert "'gpt-4'" in error["message"]
-        assert quiet.gateway._names[0] in error["message"]
+        assert quiet.gateway._names.model[0] in error["message"]
 
     @pytest.mark.parametrize(
         ("body", "param", "message"),

@@ -83,7 +83,7 @@ def test_all_of_vllms_names_are_there_before_the_first_request(gateway: OpenGate
     assert wanted <= found.names
     for name in wanted:
         for labels, _ in found.series(name):
-            assert labels.items() >= {"model_name": gateway.gateway._names[0], "engine": "0"}.items()
+            assert labels.items() >= {"model_name": gateway.gateway._names.model[0], "engine": "0"}.items()
 
 
 def test_what_the_guide_says_to_watch_is_there(gateway: OpenGateway) -> None:

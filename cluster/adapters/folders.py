@@ -1,0 +1,54 @@
+"""What a folder says of its LoRA adapter before any worker has read it."""
+
+from hashlib import blake2b
+from pathlib import Path
+
+from tandem.cluster.adapters.values import DIGEST_BYTES, Adapter
+from tandem.cluster.errors import ConfigError, InvalidRequest
+from tandem.workers.adapters.peft_config import FILE, PeftConfig
+from tandem.workers.checkpoint.errors import ModelError
+from tandem.workers.checkpoint.files import is_there
+
+WEIGHTS = "adapter_model.safetensors"
+
+
+def check_folder(folder: Path, max_rank: int) -> int:
+    """The adapter's largest rank. All that can be said without torch and the model. Raises InvalidRequest, which names
+    the file and the field."""
+    try:
+        config = PeftConfig.read(folder)
+    except ModelError as error:
+        raise InvalidRequest(str(error)) from None
+    rank = max((config.rank, *config.ranks.values()))
+    if rank > max_rank:
+        raise InvalidRequest(f"{config.source}: r is {rank}; at most {max_rank} is accepted (adapters.max_rank)")
+    if not is_there(folder / WEIGHTS):
+        raise InvalidRequest(f"{folder} has no {WEIGHTS}; a PEFT adapter with safetensors is accepted")
+    return rank
+
+
+def read_folder(name: str, folder: Path, max_rank: int) -> Adapter:
+    """The adapter of adapters.folders, with the digest that workers find. ConfigError for a folder that holds none.
+
+    Reads the whole file. Imports torch.
+    """
+    import torch
+
+    from tandem.workers.checkpoint.safetensors_file import SafetensorsFile, Slice, new_staging
+
+    try:
+        rank = check_folder(folder, max_rank)
+        digest = blake2b((folder / FILE).read_bytes(), digest_size=DIGEST_BYTES, person=b"peft")
+        staging = new_staging("cpu")
+        with SafetensorsFile(folder / WEIGHTS) as file:
+            for tensor in sorted(file.tensors):  # as AdapterReader digests what it reads
+                stored = torch.empty(file.tensors[tensor].shape, dtype=file.dtype_of(tensor))
+                for part in file.parts(tensor, Slice(stored)):
+                    part.read(staging)
+                digest.update(f"{tensor} {stored.dtype} {tuple(stored.shape)}".encode())
+                digest.update(stored.view(torch.uint8).numpy().data)
+    except (ModelError, InvalidRequest) as error:
+        raise ConfigError(f"adapters.folders.{name}: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"adapters.folders.{name} is {folder}; it cannot be read: {error.strerror}") from None
+    return Adapter(name, str(folder), digest.digest(), rank)

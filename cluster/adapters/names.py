@@ -1,0 +1,67 @@
+"""The names that requests may give as their model: the served model's, and those of its adapters."""
+
+from collections.abc import Sequence
+
+from tandem.cluster.adapters.values import Adapter, AdapterSet
+from tandem.cluster.errors import AdapterRefused, Unavailable, UnknownModel
+
+MOST_SHOWN = 8  # names in an error
+
+
+class ServedNames:
+    """One gateway process's view. Owned by its event loop; other threads may look names up."""
+
+    def __init__(self, model: Sequence[str], adapters: AdapterSet | None = None, *, settled: bool = True) -> None:
+        """model: names of the served model; answers have the first. settled: no update() is on its way."""
+        self.model = tuple(model)
+        self._adapters = adapters or AdapterSet()
+        self._settled = settled
+
+    @property
+    def adapters(self) -> AdapterSet:
+        return self._adapters
+
+    def update(self, adapters: AdapterSet) -> bool:
+        """Takes a set unless it is older than the last one; whether it was taken."""
+        self._settled = True
+        if adapters.version <= self._adapters.version:
+            return False
+        self._adapters = adapters
+        return True
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        return (*self.model, *self._adapters.by_name)
+
+    def adapter(self, asked: str | None) -> Adapter | None:
+        """What a request's model stands for; None for the served model. UnknownModel for a name of neither, Unavailable
+        while that may change."""
+        if not asked or asked in self.model:
+            return None
+        adapter = self._adapters.by_name.get(asked)
+        if adapter is None and not self._settled:
+            raise Unavailable(f"model is {asked!r:.80}; this gateway process has just started, and may know it soon")
+        if adapter is None:
+            raise UnknownModel(f"model is {asked!r:.80}; {shown(self.all)} served here")
+        return adapter
+
+    def answer(self, asked: str | None) -> str:
+        """The model that answers to a request name. UnknownModel as adapter()."""
+        adapter = self.adapter(asked)
+        return self.model[0] if adapter is None else adapter.name
+
+    def check(self, digest: bytes) -> None:
+        """AdapterRefused unless a name stands for these weights still. Empty: those of the model itself."""
+        if digest and not self._adapters.has_digest(digest):
+            raise AdapterRefused(
+                f"the adapter of the request (digest {digest.hex()}) was removed, or its name was loaded with other "
+                "weights; send the request again without resume"
+            )
+
+
+def shown(names: Sequence[str]) -> str:
+    """All names in words, of many the first ones, with their verb."""
+    more = len(names) - MOST_SHOWN
+    if more > 0:
+        return f"{', '.join(map(repr, names[:MOST_SHOWN]))} and {more} more are"
+    return " and ".join(map(repr, names)) + (" is" if len(names) == 1 else " are")

@@ -39,6 +39,11 @@ class InferenceStub(object):
                 request_serializer=tandem_dot_proto_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=tandem_dot_proto_dot_inference__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/tandem.v1.Inference/Embed',
+                request_serializer=tandem_dot_proto_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=tandem_dot_proto_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.GetModelInfo = channel.unary_unary(
                 '/tandem.v1.Inference/GetModelInfo',
                 request_serializer=tandem_dot_proto_dot_inference__pb2.GetModelInfoRequest.SerializeToString,
@@ -66,6 +71,13 @@ class InferenceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """Embeddings of texts or token ids, once all are computed. Errors as Generate's; such a call is sent again as a whole.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModelInfo(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -85,6 +97,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=tandem_dot_proto_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=tandem_dot_proto_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=tandem_dot_proto_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=tandem_dot_proto_dot_inference__pb2.EmbedResponse.SerializeToString,
             ),
             'GetModelInfo': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModelInfo,
@@ -124,6 +141,33 @@ class Inference(object):
             '/tandem.v1.Inference/Generate',
             tandem_dot_proto_dot_inference__pb2.GenerateRequest.SerializeToString,
             tandem_dot_proto_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Inference/Embed',
+            tandem_dot_proto_dot_inference__pb2.EmbedRequest.SerializeToString,
+            tandem_dot_proto_dot_inference__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -161,6 +161,36 @@ class RemoteSendResponse(_message.Message):
     began_ns: int
     def __init__(self, first_token: _Optional[int] = ..., logprobs: _Optional[_Union[_inference_pb2.TokenLogprobs, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., host_cached_tokens: _Optional[int] = ..., disk_cached_tokens: _Optional[int] = ..., queue_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ..., push_seconds: _Optional[float] = ..., bytes_pushed: _Optional[int] = ..., began_ns: _Optional[int] = ...) -> None: ...
 
+class ReadPromptsRequest(_message.Message):
+    __slots__ = ("request_id", "epoch", "prompts", "mean", "skipped", "token_ids")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    MEAN_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    epoch: int
+    prompts: _containers.RepeatedCompositeFieldContainer[PromptSpec]
+    mean: bool
+    skipped: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prompts: _Optional[_Iterable[_Union[PromptSpec, _Mapping]]] = ..., mean: bool = ..., skipped: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class ReadPromptsResponse(_message.Message):
+    __slots__ = ("values", "cached_tokens", "host_cached_tokens", "queue_seconds", "seconds")
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HOST_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    values: bytes
+    cached_tokens: _containers.RepeatedScalarFieldContainer[int]
+    host_cached_tokens: _containers.RepeatedScalarFieldContainer[int]
+    queue_seconds: float
+    seconds: float
+    def __init__(self, values: _Optional[bytes] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., host_cached_tokens: _Optional[_Iterable[int]] = ..., queue_seconds: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
+
 class StartGenerateRequest(_message.Message):
     __slots__ = ("request_id", "epoch", "reservation_id", "sampling", "feed", "number", "num_output")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]

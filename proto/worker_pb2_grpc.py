@@ -50,6 +50,11 @@ class WorkerStub(object):
                 request_serializer=tandem_dot_proto_dot_worker__pb2.RemoteSendRequest.SerializeToString,
                 response_deserializer=tandem_dot_proto_dot_worker__pb2.RemoteSendResponse.FromString,
                 _registered_method=True)
+        self.ReadPrompts = channel.unary_unary(
+                '/tandem.v1.Worker/ReadPrompts',
+                request_serializer=tandem_dot_proto_dot_worker__pb2.ReadPromptsRequest.SerializeToString,
+                response_deserializer=tandem_dot_proto_dot_worker__pb2.ReadPromptsResponse.FromString,
+                _registered_method=True)
         self.StartGenerate = channel.unary_stream(
                 '/tandem.v1.Worker/StartGenerate',
                 request_serializer=tandem_dot_proto_dot_worker__pb2.StartGenerateRequest.SerializeToString,
@@ -118,6 +123,14 @@ class WorkerServicer(object):
         """Prefill side: compute the prompt, push KV to the reservation, answer with the first token once all has landed.
         UNAVAILABLE when that did not happen in time: writes may still land.
         Its reservation's lease does not run while such a call waits; ABORTED when it ran out in between.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadPrompts(self, request, context):
+        """The side that computes prompts: compute some that nobody decodes, and answer with what is read of them, once all are
+        computed. Nothing is pushed, and no reservation is needed. A call that ends gives its prompts up.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -203,6 +216,11 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.RemoteSend,
                     request_deserializer=tandem_dot_proto_dot_worker__pb2.RemoteSendRequest.FromString,
                     response_serializer=tandem_dot_proto_dot_worker__pb2.RemoteSendResponse.SerializeToString,
+            ),
+            'ReadPrompts': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadPrompts,
+                    request_deserializer=tandem_dot_proto_dot_worker__pb2.ReadPromptsRequest.FromString,
+                    response_serializer=tandem_dot_proto_dot_worker__pb2.ReadPromptsResponse.SerializeToString,
             ),
             'StartGenerate': grpc.unary_stream_rpc_method_handler(
                     servicer.StartGenerate,
@@ -326,6 +344,33 @@ class Worker(object):
             '/tandem.v1.Worker/RemoteSend',
             tandem_dot_proto_dot_worker__pb2.RemoteSendRequest.SerializeToString,
             tandem_dot_proto_dot_worker__pb2.RemoteSendResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadPrompts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Worker/ReadPrompts',
+            tandem_dot_proto_dot_worker__pb2.ReadPromptsRequest.SerializeToString,
+            tandem_dot_proto_dot_worker__pb2.ReadPromptsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -133,6 +133,7 @@ NOT_UNIT = (
     "tests/workers/service/test_hung_gateway.py",
     "tests/workers/service/test_local_prompts.py",
     "tests/workers/service/test_log_lines.py",
+    "tests/workers/service/test_read_prompts.py",
     "tests/workers/service/test_release.py",
     "tests/workers/service/test_service.py",
     "tests/workers/service/test_unheld_adapters.py",

@@ -9,6 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any, ClassVar, Generic, Self, TypeVar, Unpack
 
@@ -29,6 +30,7 @@ from tandem.cluster.client.client_messages import (
     split_addresses,
     update,
 )
+from tandem.cluster.client.embeddings import Embeddings, EmbedOptions, Inputs, embed_request, embeddings_of
 from tandem.cluster.client.resumption import Resumption
 from tandem.cluster.credentials import ClientSecurity
 from tandem.cluster.protocol import Options, Prompt, build_request
@@ -125,6 +127,10 @@ class _Connection(ABC, Generic[UpdatesT, ModelT, ClusterT, ScaledT, MetricsT, Tr
         cache_salt: only requests of the same one share cached prefixes; at most 256 characters.
         """
         return self._updates(build_request(prompt, sampling, request_id, cache_salt), timeout)
+
+    def _embed(self, request: inference_pb2.EmbedRequest, timeout: float) -> Any:
+        metadata = self._metadata
+        return self._ask(lambda one: partial(one.inference.Embed, metadata=metadata), request, timeout)
 
     def model_info(self, timeout: float = INFO_SECONDS) -> ModelT:
         return self._ask(lambda one: one.inference.GetModelInfo, inference_pb2.GetModelInfoRequest(), timeout)
@@ -227,6 +233,19 @@ class Client(
             return answer
         raise AssertionError("there is at least one gateway")
 
+    def embed(
+        self,
+        inputs: Inputs,
+        *,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+        timeout: float = GENERATE_SECONDS,
+        **options: Unpack[EmbedOptions],
+    ) -> Embeddings:
+        """Embeddings of texts or token ids, one or a list of them. options: as docs/http-and-grpc.md has them."""
+        request = embed_request(inputs, options, request_id, cache_salt)
+        return embeddings_of(self._embed(request, timeout), len(request.inputs))
+
     def _updates(self, request: inference_pb2.GenerateRequest, timeout: float) -> Generator[GenerateUpdate, None, None]:
         resumption = Resumption(request, timeout, self._resume_seconds)
         while True:
@@ -287,6 +306,19 @@ class AsyncClient(
             self._answered = True
             return answer
         raise AssertionError("there is at least one gateway")
+
+    async def embed(
+        self,
+        inputs: Inputs,
+        *,
+        request_id: str | None = None,
+        cache_salt: str | None = None,
+        timeout: float = GENERATE_SECONDS,
+        **options: Unpack[EmbedOptions],
+    ) -> Embeddings:
+        """As Client.embed()."""
+        request = embed_request(inputs, options, request_id, cache_salt)
+        return embeddings_of(await self._embed(request, timeout), len(request.inputs))
 
     async def _updates(
         self, request: inference_pb2.GenerateRequest, timeout: float

@@ -131,8 +131,8 @@ def update(message: inference_pb2.GenerateResponse) -> GenerateUpdate:
         text=message.text,
         finish_reason=reason if message.finish_reason else None,
         logprobs=tuple(map(_token_logprobs, message.logprobs)),
-        usage=Usage(**_fields(message.usage)) if message.HasField("usage") else None,
-        timings=Timings(**_fields(message.timings)) if message.HasField("timings") else None,
+        usage=Usage(**fields_of(message.usage)) if message.HasField("usage") else None,
+        timings=Timings(**fields_of(message.timings)) if message.HasField("timings") else None,
         prompt_logprobs=tuple(
             _token_logprobs(token) if token.HasField("chosen") else None for token in message.prompt_logprobs
         ),
@@ -193,5 +193,6 @@ def retry_advice(error: grpc.RpcError) -> float | None:
     return int(advised) / 1000 if advised.isdecimal() else None
 
 
-def _fields(message: Any) -> dict[str, Any]:
+def fields_of(message: Any) -> dict[str, Any]:
+    """All of a message, by name."""
     return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}

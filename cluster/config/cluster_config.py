@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails
 
 from tandem.cluster.config.adapters import AdaptersSection
 from tandem.cluster.config.cache_section import CacheSection
+from tandem.cluster.config.embeddings import EmbeddingsSection
 from tandem.cluster.config.errors import explain, names
 from tandem.cluster.config.file import environment_keys, parse_override, put, read_mapping
 from tandem.cluster.config.island import IslandSection
@@ -55,6 +56,8 @@ class ClusterConfig(Section):
     """drafted tokens, which decode steps verify"""
     adapters: AdaptersSection = AdaptersSection()
     """LoRA adapters over the served model"""
+    embeddings: EmbeddingsSection = EmbeddingsSection()
+    """what /v1/embeddings, /v1/score and /v1/rerank make of prompts"""
     num_islands: Islands = Field(default=1, le=256)
     """islands of the shape that `island` gives; a lost worker stops its own island only"""
     island: IslandSection = IslandSection()

@@ -14,7 +14,11 @@ DETAILS_KEY = "grpc-status-details-bin"
 DOMAIN = "tandem"
 MAX_DETAILS_BYTES = 2048  # clients take 8 KiB of trailing metadata, where the text stands once more, escaped
 MAX_DESCRIPTION = 256  # characters
-REQUESTS = (inference_pb2.GenerateRequest.DESCRIPTOR, admin_pb2.ScaleRequest.DESCRIPTOR)
+REQUESTS = (
+    inference_pb2.GenerateRequest.DESCRIPTOR,
+    inference_pb2.EmbedRequest.DESCRIPTOR,
+    admin_pb2.ScaleRequest.DESCRIPTOR,
+)
 PATH = re.compile(r"[a-z_]+(?:\[\d+\])?(?:\.[a-z_]+(?:\[\d+\])?)*")
 
 

@@ -9,6 +9,7 @@ from tandem.cluster.errors.statuses import grpc_status, refuse
 from tandem.cluster.frontends.grpc_server import host_of
 from tandem.cluster.protocol import CLIENT_ID_KEY
 from tandem.cluster.requests.active_requests import ActiveRequests
+from tandem.cluster.requests.embedding.embeddings import Caller, Embeddings
 from tandem.cluster.requests.origin import TRACEPARENT_KEY, Origin, current_origin
 from tandem.proto import inference_pb2, inference_pb2_grpc
 from tandem.workers.ports.authentication import HEADER
@@ -22,12 +23,14 @@ class Inference(inference_pb2_grpc.InferenceServicer):
     def __init__(
         self,
         requests: ActiveRequests,
+        embeddings: Embeddings,
         model: inference_pb2.ModelInfo,
         cluster: Callable[[], Awaitable[inference_pb2.ClusterInfo]],
         rejected: Callable[[str], None],
     ) -> None:
         """cluster: asks all workers. rejected: counts a failed call by the name of its status."""
         self._requests = requests
+        self._embeddings = embeddings
         self._model = model
         self._cluster = cluster
         self._rejected = rejected
@@ -48,6 +51,24 @@ class Inference(inference_pb2_grpc.InferenceServicer):
         except TandemError as error:
             self._rejected(grpc_status(error).name)
             await refuse(context, error)
+
+    async def Embed(self, request: inference_pb2.EmbedRequest, context: Context) -> inference_pb2.EmbedResponse:
+        current_origin.set(Origin("grpc", request.request_id, traceparent=_metadata(context, TRACEPARENT_KEY)))
+        credential, dimensions = _metadata(context, HEADER), request.dimensions or None
+        caller = Caller(_client_of(context), host_of(context), credential, context.time_remaining())
+        try:
+            with self._embeddings.embedding_room(len(request.inputs), dimensions):
+                request_id, answer = await self._embeddings.embed(request, caller)
+        except TandemError as error:
+            self._rejected(grpc_status(error).name)
+            await refuse(context, error)
+        return inference_pb2.EmbedResponse(
+            request_id=request_id,
+            values=answer.values.astype("<f4", copy=False).tobytes(),
+            dimensions=answer.values.shape[1],
+            usage=answer.usage,
+            timings=answer.timings,
+        )
 
     async def GetModelInfo(
         self, request: inference_pb2.GetModelInfoRequest, context: Context

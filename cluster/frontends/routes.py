@@ -11,6 +11,9 @@ from tandem.cluster.frontends.adapters.routes import AdapterRoutes, LoadBody, Un
 from tandem.cluster.frontends.anthropic.answer import MessagesErrors, messages_answer
 from tandem.cluster.frontends.anthropic.body import MessagesBody
 from tandem.cluster.frontends.anthropic.count import CountBody, read_count
+from tandem.cluster.frontends.embedding.body_route import BodyRoute
+from tandem.cluster.frontends.embedding.embeddings import EmbeddingBody, EmbeddingRoute
+from tandem.cluster.frontends.embedding.rerank import RerankBody, RerankRoutes, ScoreBody
 from tandem.cluster.frontends.http.app import NAMED, Route, Routes
 from tandem.cluster.frontends.http.monitoring import READS
 from tandem.cluster.frontends.http.reply import ErrorForm, Receive, Reply, Scope
@@ -26,6 +29,7 @@ from tandem.cluster.frontends.responses.answer import ResponsesErrors, responses
 from tandem.cluster.frontends.responses.body import ResponsesBody
 from tandem.cluster.requests.active_requests import ActiveRequests
 from tandem.cluster.requests.body_budget import BodyBudget
+from tandem.cluster.requests.embedding.embeddings import Embeddings
 from tandem.cluster.requests.fair_turns import FairTurns
 from tandem.cluster.requests.reading.readers import Readers
 from tandem.cluster.text.parsers.formats import OutputFormats
@@ -34,6 +38,9 @@ from tandem.cluster.text.tokenizer import Tokenizer
 MESSAGES = "/v1/messages"
 COUNT_TOKENS = "/v1/messages/count_tokens"
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"  # as in vLLM
+EMBEDDINGS = "/v1/embeddings"
+SCORES = ("/v1/score", "/score")  # as in vLLM
+RERANKS = ("/v1/rerank", "/v2/rerank", "/rerank")
 ERROR_FORMS: Mapping[str, ErrorForm] = MappingProxyType(
     {"/v1/responses": ResponsesErrors(), MESSAGES: MessagesErrors(), COUNT_TOKENS: MessagesErrors()}
 )
@@ -46,6 +53,9 @@ BODIES: Mapping[str, type[BodyObject]] = MappingProxyType(
         "/v1/responses": ResponsesBody,
         MESSAGES: MessagesBody,
         COUNT_TOKENS: CountBody,
+        EMBEDDINGS: EmbeddingBody,
+        **dict.fromkeys(SCORES, ScoreBody),
+        **dict.fromkeys(RERANKS, RerankBody),
         "/tokenize": TokenizeBody,
         "/detokenize": DetokenizeBody,
         LOAD: LoadBody,
@@ -70,11 +80,13 @@ def api_routes(
     bodies: BodyBudget,
     readers: Readers,
     changes: AdapterChanges,
+    embeddings: Embeddings,
     beside: Routes | None = None,
 ) -> Routes:
     """Both APIs. formats: of the checkpoint's answers. names: that a body may give as its model. root: where the
     checkpoint is. quantization: see ServedModel. max_bytes: of one body. bodies: counts them. readers: read long ones.
-    changes: of LoRA adapters. beside: routes that /openapi.json describes, too."""
+    changes: of LoRA adapters. embeddings: of prompts that nobody decodes. beside: routes that /openapi.json describes,
+    too."""
     models = Models(names, root, max_model_len, quantization)
     turns = FairTurns(REQUESTS_A_ROUND)
     shared = requests, names, max_bytes, max_model_len, turns, bodies, readers
@@ -85,6 +97,8 @@ def api_routes(
     messages = GenerationRoute(MessagesBody, partial(messages_answer, answers), *shared)
     tokenization = Tokenization(tokenizer, names, max_bytes, max_model_len, bodies, readers)
     adapters = AdapterRoutes(changes, bodies)
+    reading = BodyRoute(embeddings, names.model, max_bytes, bodies, readers)
+    embedding, reranking = EmbeddingRoute(reading), RerankRoutes(reading)
     routes: Routes = {
         MODELS: (READS, models.list),
         f"{MODELS}{NAMED}": (READS, models.one),
@@ -92,6 +106,9 @@ def api_routes(
         "/v1/chat/completions": (("POST",), chats.serve),
         "/v1/responses": (("POST",), responses.serve),
         MESSAGES: (("POST",), messages.serve),
+        EMBEDDINGS: (("POST",), embedding.serve),
+        **{path: (("POST",), reranking.score) for path in SCORES},
+        **{path: (("POST",), reranking.rerank) for path in RERANKS},
         COUNT_TOKENS: (("POST",), partial(tokenization.count, read_count)),
         "/tokenize": (("POST",), tokenization.tokenize),
         "/detokenize": (("POST",), tokenization.detokenize),

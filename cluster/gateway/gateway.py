@@ -30,6 +30,7 @@ from tandem.cluster.frontends.pages.page import DOCS_PAGE, STATUS_PAGE, pages
 from tandem.cluster.frontends.pages.status import Status
 from tandem.cluster.frontends.reflection import enable_reflection
 from tandem.cluster.frontends.routes import ERROR_FORMS, api_routes
+from tandem.cluster.gateway.embedding import make_embeddings
 from tandem.cluster.gateway.served_adapters import ServedAdapters
 from tandem.cluster.gateway.settings import READ_BY, GatewayAddresses, GatewaySettings
 from tandem.cluster.metrics.request_metrics import RequestMetrics
@@ -165,7 +166,7 @@ class Gateway:
         section, security = self._settings.config.gateway, self._settings.security
         self._metrics = RequestMetrics(self._table)
         self._tracer, self._end_export = self._open_tracer()
-        validator = RequestValidator(
+        self._validator = RequestValidator(
             self._model.limits,
             self._tokenizer,
             salt_by_token=security.salt_by_token,
@@ -173,7 +174,7 @@ class Gateway:
             names=self._names,
         )
         self._requests = ActiveRequests(
-            validator,
+            self._validator,
             self._readers,
             self._router,
             self._tokenizer,
@@ -182,8 +183,11 @@ class Gateway:
             self._claims,
             max_attempts=section.max_attempts,
             request_seconds=section.request_seconds,
-            observe=all_of(self._observers()),
+            observe=(observe := all_of(self._observers())),
             origin=self._settings.origin,
+        )
+        self._embeddings = make_embeddings(
+            self._settings, self._model, self._islands, self._validator, self._tokenizer, self._readers, observe
         )
 
     def _start_tasks(self) -> None:
@@ -272,7 +276,8 @@ class Gateway:
             self._metrics.rejected_grpc,
         )
         model = model_info(self._names.model, self._model, self._tokenizer)
-        inference = Inference(self._requests, model, self._account.info, self._metrics.rejected_grpc)
+        rejected = self._metrics.rejected_grpc
+        inference = Inference(self._requests, self._embeddings, model, self._account.info, rejected)
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
         admin_pb2_grpc.add_AdminServicer_to_server(self._admin, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -305,6 +310,7 @@ class Gateway:
                 bodies=self._bodies,
                 readers=self._readers,
                 changes=self._changes,
+                embeddings=self._embeddings,
                 beside=monitoring.routes,
             )
             shapes = {"forms": ERROR_FORMS, "origins": section.cors_origins}

@@ -10,6 +10,8 @@ from tandem.cluster.served_model import ServedModel
 from tandem.workers.ports.tls import Identity
 
 READ_BY = (  # whose functions read long requests
+    "tandem.cluster.frontends.embedding.embeddings",
+    "tandem.cluster.frontends.embedding.rerank",
     "tandem.cluster.frontends.openai.tokenization",
     "tandem.cluster.frontends.responses.body",
     "tandem.cluster.frontends.anthropic.count",

@@ -7,6 +7,7 @@ from typing import Any, Self, Unpack
 
 from tandem.cluster.client.client import GENERATE_SECONDS, AsyncClient, Client
 from tandem.cluster.client.client_messages import GenerateUpdate
+from tandem.cluster.client.embeddings import Embeddings, EmbedOptions, Inputs
 from tandem.cluster.credentials import ClientSecurity
 from tandem.cluster.llm.outputs import Output, output_of
 from tandem.cluster.protocol import Fork, Options, Prompt
@@ -77,6 +78,17 @@ class AsyncLLM:
         """The answer to one prompt as it comes."""
         return self.client.generate(prompt, cache_salt=cache_salt, timeout=timeout, **sampling)
 
+    async def embed(
+        self,
+        inputs: Inputs,
+        *,
+        cache_salt: str | None = None,
+        timeout: float = GENERATE_SECONDS,
+        **options: Unpack[EmbedOptions],
+    ) -> Embeddings:
+        """As Client.embed()."""
+        return await self.client.embed(inputs, cache_salt=cache_salt, timeout=timeout, **options)
+
     async def close(self) -> None:
         """Idempotent."""
         await self.client.close()
@@ -134,6 +146,17 @@ class LLM:
         **sampling: Unpack[Options],
     ) -> Generator[GenerateUpdate, None, None]:
         return self.client.generate(prompt, cache_salt=cache_salt, timeout=timeout, **sampling)
+
+    def embed(
+        self,
+        inputs: Inputs,
+        *,
+        cache_salt: str | None = None,
+        timeout: float = GENERATE_SECONDS,
+        **options: Unpack[EmbedOptions],
+    ) -> Embeddings:
+        """As Client.embed()."""
+        return self.client.embed(inputs, cache_salt=cache_salt, timeout=timeout, **options)
 
     def close(self) -> None:
         """Idempotent."""

@@ -62,13 +62,14 @@ class RequestMetrics:
 class _Watched(RequestObserver):
     """One request."""
 
-    __slots__ = ("_arrived", "_last", "_metrics", "_request")
+    __slots__ = ("_arrived", "_last", "_metrics", "_reads", "_request")
 
     def __init__(self, metrics: RequestMetrics, arrived: float) -> None:
         self._metrics = metrics
         self._arrived = arrived
         self._last = 0.0  # when a token was sent; 0 before the first
         self._request: ValidRequest | None = None
+        self._reads = False  # whether it asks for no tokens
 
     def validated(self, request: ValidRequest) -> None:
         self._request = request
@@ -112,6 +113,14 @@ class _Watched(RequestObserver):
             recorder.add(series.TARGETS, 1, series.MET if now - self._arrived <= target else series.MISSED)
         self._metrics.table.add(Column.DECODING, 1)
 
+    def read(self, usage: inference_pb2.Usage) -> None:
+        self._reads = True
+        recorder = self._metrics.recorder
+        recorder.add(series.PROMPT_TOKENS, usage.prompt_tokens)
+        recorder.add(series.PREFIX_QUERIES, usage.prompt_tokens)
+        recorder.add(series.PREFIX_HITS, usage.cached_tokens)
+        recorder.add(series.HOST_HITS, usage.host_cached_tokens)
+
     def lost(self, error: Exception) -> None:
         reason = series.FAILED if isinstance(error, ForwardFailed) else series.LOST
         self._metrics.recorder.add(series.REPLAYS, 1, reason)
@@ -138,6 +147,12 @@ class _Watched(RequestObserver):
             recorder.add(series.DRAFTED, usage.drafted_tokens)
             recorder.add(series.ACCEPTED, usage.accepted_tokens)
         if reason not in (FinishReason.STOP, FinishReason.LENGTH):
+            return
+        if self._reads:
+            recorder.observe(series.TOTAL, timings.total_seconds)
+            recorder.observe(series.QUEUE, timings.queue_seconds)
+            recorder.observe(series.INFERENCE, timings.total_seconds - timings.queue_seconds)
+            recorder.observe(series.PROMPT_LENGTH, usage.prompt_tokens)
             return
         decode = max(0.0, self._last - self._arrived - timings.first_token_seconds)
         recorder.observe(series.TOTAL, timings.total_seconds)

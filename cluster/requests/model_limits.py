@@ -26,6 +26,7 @@ class ModelLimits:
     max_encoder_tokens: int = 0  # of an encoder's prompt; 0: the model has no encoder, and the next two mean nothing
     max_decoder_tokens: int = 0  # prompt and output of its decoder
     decoder_start_token_id: int = 0
+    hidden_size: int = 0  # numbers of an embedding
 
     @classmethod
     def of_model(
@@ -51,6 +52,7 @@ class ModelLimits:
             max_encoder_tokens=model.max_encoder_tokens(max_batch_tokens, page_size),
             max_decoder_tokens=model.max_positions,
             decoder_start_token_id=model.decoder_start_token_id or 0,
+            hidden_size=model.hidden_size,
         )
 
     @property

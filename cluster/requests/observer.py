@@ -30,6 +30,9 @@ class RequestObserver:
     def tokens(self, count: int) -> None:
         """A message goes out, of so many output tokens, perhaps none. Called for each message: it must cost little."""
 
+    def read(self, usage: inference_pb2.Usage) -> None:
+        """The prompts of a call that asks for no tokens are computed. It ends next."""
+
     def decoded(self, result: worker_pb2.Decoded) -> None:
         """The decode worker has ended the request by itself."""
 
@@ -78,6 +81,10 @@ class _Observers(RequestObserver):
     def tokens(self, count: int) -> None:
         for part in self._parts:
             part.tokens(count)
+
+    def read(self, usage: inference_pb2.Usage) -> None:
+        for part in self._parts:
+            part.read(usage)
 
     def decoded(self, result: worker_pb2.Decoded) -> None:
         for part in self._parts:

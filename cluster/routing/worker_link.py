@@ -216,6 +216,13 @@ class WorkerLink:
         reading.add_done_callback(lambda _: call.cancel())
         return reading
 
+    async def read_prompts(
+        self, request: worker_pb2.ReadPromptsRequest, timeout: float
+    ) -> worker_pb2.ReadPromptsResponse:
+        """Cancelling ends the call, and what the worker does for it."""
+        with self._errors():
+            return await self._stub.ReadPrompts(request, timeout=timeout)
+
     async def prompt_logprobs(self, request_id: str, timeout: float) -> PromptLogprobCall:
         """Opens the call for those of a prompt that the worker is to compute. It comes before the request's others."""
         request = worker_pb2.PromptLogprobsRequest(request_id=request_id, epoch=self.epoch)

@@ -87,10 +87,28 @@ class Tokenizer:
             # A batch of one: for a single text the library holds the interpreter's lock, which stops event loops.
             (encoding,) = self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except BaseException as error:
-            if isinstance(error, Exception) or type(error).__name__ == PANIC:
-                raise TokenizerFailed(f"the tokenizer fails on this text: {error!s:.{MOST_SAID}}") from None
-            raise
+            raise _failed(error) from None
         return encoding.ids
+
+    def encode_all(
+        self, texts: Sequence[str], *, add_special_tokens: bool = True, most: int | None = None
+    ) -> list[list[int]]:
+        """As encode(), of each text. most: of a longer one the first tokens are kept, and its special tokens behind
+        and before them, as sentence-transformers keeps them."""
+        inner = self._inner
+        try:
+            if most is None:
+                encodings = inner.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+                return [encoding.ids for encoding in encodings]
+            own = inner.num_special_tokens_to_add(is_pair=False) if add_special_tokens else 0
+            encodings = inner.encode_batch_fast(list(texts), add_special_tokens=False)
+            for encoding in encodings:
+                encoding.truncate(max(0, most - own))
+            if add_special_tokens:
+                encodings = [inner.post_process(encoding) for encoding in encodings]
+            return [encoding.ids[:most] for encoding in encodings]
+        except BaseException as error:
+            raise _failed(error) from None
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False, **options: Any
@@ -128,6 +146,13 @@ class Tokenizer:
 
     def stream(self, *, skip_special_tokens: bool = True) -> "TextStream":
         return TextStream(self, skip_special_tokens)
+
+
+def _failed(error: BaseException) -> BaseException:
+    """What the library raised, as our error."""
+    if isinstance(error, Exception) or type(error).__name__ == PANIC:
+        return TokenizerFailed(f"the tokenizer fails on this text: {error!s:.{MOST_SAID}}")
+    return error
 
 
 class TextStream:

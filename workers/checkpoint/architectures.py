@@ -48,8 +48,10 @@ def read_architecture(fields: Fields) -> str:
     names = fields.raw("architectures")
     if not isinstance(names, list) or not names or not isinstance(names[0], str):
         raise fields.invalid("architectures", f"a list with one of {', '.join(FAMILIES)}")
-    if names[0] in FAMILIES:
-        return names[0]
+    with_head = names[0].removesuffix("Model") + "ForCausalLM"  # embedding models are stored without a head
+    served = next((name for name in (names[0], with_head) if name in FAMILIES), None)
+    if served is not None:
+        return served
     raise UnknownArchitecture(
         f"{fields.source}: architecture {names[0]:.100} is not served. Served: {', '.join(FAMILIES)}"
     )

@@ -25,9 +25,11 @@ from tandem.workers.engine.step import Launched, Step
 from tandem.workers.engine.store_calls import StoreCalls
 from tandem.workers.ranks.ranks import ALONE, Ranks, sum_words
 from tandem.workers.requests.post import Post
+from tandem.workers.runner.encoder_prompts import PromptChunks
 from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.runner.stream_mark import all_past
 from tandem.workers.sampling.pending_samples import LateSamples, PendingSamples
+from tandem.workers.sampling.pooling import Pooled, Reading
 from tandem.workers.sampling.prompt_logits import PromptLogits
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SlidingWindow
@@ -173,6 +175,12 @@ class Engine(StoreCalls, AdapterActions):
         launched = self._launches.rows(step.rows, step)
         self._late = cast(LateSamples | None, launched.rows) if step.rows.sampling.is_guided else None
         return launched
+
+    @action
+    def read_out(self, chunks: PromptChunks, readings: Sequence[Reading | None]) -> Pooled:
+        """Computes chunks of prompts that nobody decodes, for what readings[i] wants of chunk i. Nothing is pushed or
+        sampled, and no peer has reserved anything."""
+        return self._runner.pooled_prompts(chunks, readings)
 
     @action
     def prepare(self, rows: DecodeStep) -> None:

@@ -39,6 +39,7 @@ from tandem.workers.weights.weight import tensor_name
 LOAD_FORMATS = ("safetensors", "dummy")
 KEY_OR_VALUE = re.compile(r"model\.layers\.(\d+)\.self_attn\.[kv]_(?:proj|norm)\.")
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
+BACKBONE, BARE = "model.", "layers.0."
 READERS = 8  # threads: one copies from the page cache at a fraction of what memory, and a GPU's link, can take
 
 META = torch.device("meta")
@@ -83,6 +84,7 @@ def load_parameters(
     part by part: beside the parameters, each of the READERS threads takes at most stored.MAX_PART_BYTES.
     Raises CheckpointMissing, InvalidConfig and InvalidWeights.
     """
+    config = config if load_format == "dummy" else _with_head(folder, config)
     parameters = load(folder, config, _whole_model(config), torch.device(device), load_format, report)
     if config.tie_word_embeddings and parameters.lm_head is not parameters.embedding:
         tied = parameters.embedding.slice(config.head_part.start, config.head_part.stop)
@@ -106,6 +108,7 @@ def stored_dtype(folder: Path) -> str | None:
 
 def check_weights(folder: Path, config: ModelConfig) -> None:
     """Raises what load_parameters would raise for these files as they are, from their headers and sizes alone."""
+    config = _with_head(folder, config)
     load(folder, config, _whole_model(config), META)
 
 
@@ -119,6 +122,8 @@ class Blueprint(Generic[T]):
     """See named_weights."""
     owns: Callable[[str], bool] = lambda name: True
     """Whether a tensor of the checkpoint is one of theirs."""
+    may_lack_head: bool = False
+    """See is_headless()."""
 
 
 def load(
@@ -135,7 +140,8 @@ def load(
     with ExitStack() as stack:
         dummy, stored = load_format == "dummy", dict[str, StoredWeight]()
         if not dummy:
-            stored = {name: one for name, one in _stored(stack, folder, config).items() if blueprint.owns(name)}
+            found = _stored(stack, folder, config, may_lack_head=blueprint.may_lack_head)
+            stored = {name: one for name, one in found.items() if blueprint.owns(name)}
         sketch = Sketch()  # before any memory is taken
         weights = blueprint.named(_allocate(blueprint, stored, META, repeat(sketch)), stored)
         if not dummy:
@@ -184,7 +190,17 @@ def _whole_model(config: ModelConfig) -> Blueprint[DecoderParameters]:
         asked = dataclasses.replace(config, tie_word_embeddings=False) if own_head else config
         return allocate_parameters(asked, device, forms)
 
-    return Blueprint(allocate, partial(named_weights, config))
+    return Blueprint(allocate, partial(named_weights, config), may_lack_head=True)
+
+
+def _with_head(folder: Path, config: ModelConfig) -> ModelConfig:
+    """The config with which all that is stored is used: a model without a head gets one of its embeddings."""
+    if config.tie_word_embeddings or not (folder / "modules.json").is_file():
+        return config
+    with ExitStack() as stack:
+        files = [stack.enter_context(SafetensorsFile(path)) for path in weight_files(folder)]
+        headless = is_headless([name for file in files for name in file.tensors], config)
+    return dataclasses.replace(config, tie_word_embeddings=True) if headless else config
 
 
 def _fill(
@@ -226,14 +242,24 @@ def _read(parts: Iterable[WeightPart], device: torch.device) -> Iterator[int]:
         yield from readers.map(read, parts)
 
 
-def _stored(stack: ExitStack, folder: Path, config: ModelConfig) -> dict[str, StoredWeight]:
+def _stored(stack: ExitStack, folder: Path, config: ModelConfig, *, may_lack_head: bool) -> dict[str, StoredWeight]:
     """The weights of a checkpoint, whose files are open for as long as `stack` is."""
     files = [stack.enter_context(SafetensorsFile(path)) for path in weight_files(folder)]
+    found = stored_weights(files, config.quantization)
+    if may_lack_head and is_headless(found, config):
+        found = {f"{BACKBONE}{name}": weight for name, weight in found.items()}
     return {
         served_name(name, config): weight
-        for name, weight in stored_weights(files, config.quantization).items()
+        for name, weight in found.items()
         if not name.startswith(config.skipped_weights)
     }
+
+
+def is_headless(names: Collection[str], config: ModelConfig) -> bool:
+    """Whether the tensors are those of a model that was stored without its head, as embedding models are: their names
+    lack a prefix."""
+    own = config.hyper is None and any(name.startswith(BARE) for name in names)
+    return own and not any(name.startswith((BACKBONE, config.lm_head_name)) for name in names)
 
 
 def served_name(name: str, config: ModelConfig) -> str:

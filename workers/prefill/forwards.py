@@ -11,6 +11,7 @@ from tandem.workers.requests.post import Post
 from tandem.workers.requests.prompt import Prompt
 from tandem.workers.runner.encoder_prompts import PromptChunks
 from tandem.workers.sampling.pending_samples import PendingSamples
+from tandem.workers.sampling.pooling import Pooled, Reading
 from tandem.workers.sampling.prompt_logits import PromptLogits
 from tandem.workers.sampling.prompt_logprobs import Scored
 from tandem.workers.sampling.sample_batch import SampleBatch
@@ -33,6 +34,22 @@ class EndedPrompts:
     sent: Sequence[Prompt]
     pushes: Sequence[int]
     seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class Sampling:
+    """First tokens that are sampled behind a forward, one for each of its prompts that ended there."""
+
+    prompts: Sequence[Prompt]
+    pending: PendingSamples
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the tokens are there. What the device reports is raised where they are taken."""
+        try:
+            return self.pending.is_done()
+        except Exception:
+            return True
 
 
 class PromptForwards:
@@ -70,11 +87,7 @@ class PromptForwards:
         for prompt in begun if by_pages else ():
             self._send(prompt)  # what was computed before its receiver was known
         seconds_before = self._meter.seconds
-        packed = PromptChunks(
-            [prompt.sequence_id for prompt in prompts],
-            [prompt.token_ids[prompt.computed : prompt.computed + length] for prompt, length in chunks],
-            [prompt.num_tokens for prompt in prompts],
-        )
+        packed = _packed(chunks)
         if forward is None or any(prompt.gatherer for prompt in prompts):  # which have a forward of their own
             logits = self._compute(chunks, packed, push=bool(sent) and not by_pages)
         else:
@@ -89,6 +102,22 @@ class PromptForwards:
         for prompt in sent if by_pages else ():
             self._send(prompt)
         return None
+
+    def read_out(self, chunks: Sequence[Chunk]) -> tuple[Pooled, list[Reading | None]]:
+        """Computes one chunk of each prompt, for what its reader wants of that."""
+        readings = [prompt.reader.reading(prompt.computed, length) for prompt, length in chunks if prompt.reader]
+        pooled = self._engine.read_out(_packed(chunks), readings)
+        self.computed_tokens += sum(length for _, length in chunks)
+        for prompt, length in chunks:
+            prompt.computed += length
+        return pooled, readings
+
+    def publish(self, chunks: Sequence[Chunk]) -> None:
+        """What was computed of prompts that are not at their end, where their next chunk lets go of windows, or takes
+        pages."""
+        if self._engine.layout.drops_past or self._engine.layout.recurs:
+            for prompt in (prompt for prompt, _ in chunks if prompt.computed < prompt.num_tokens):
+                self._engine.publish(prompt.sequence_id, prompt.token_ids[: prompt.computed], prompt.spec.salt)
 
     def sample(
         self,
@@ -137,6 +166,14 @@ class PromptForwards:
             if pushed:
                 prompt.push_seconds += seconds * (total - prompt.bytes_pushed) / pushed
             prompt.bytes_pushed = total
+
+
+def _packed(chunks: Sequence[Chunk]) -> PromptChunks:
+    return PromptChunks(
+        [prompt.sequence_id for prompt, _ in chunks],
+        [prompt.token_ids[prompt.computed : prompt.computed + length] for prompt, length in chunks],
+        [prompt.num_tokens for prompt, _ in chunks],
+    )
 
 
 def _scored(prompt: Prompt, length: int) -> Scored | None:

@@ -5,7 +5,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -18,7 +17,8 @@ from tandem.workers.errors import Aborted, InvalidCall, LogitsNotFinite, WorkerE
 from tandem.workers.handoff.handoff import QUIET_POLL_SECONDS, RECALL_POLL_SECONDS, Handoff, settled
 from tandem.workers.handoff.retired import IsPast, RetiredSequences
 from tandem.workers.logs import of_requests
-from tandem.workers.prefill.forwards import EndedPrompts, PromptForward, PromptForwards
+from tandem.workers.prefill.forwards import EndedPrompts, PromptForward, PromptForwards, Sampling
+from tandem.workers.prefill.prompt_readers import PromptReaders
 from tandem.workers.prefill.push_meter import PushMeter
 from tandem.workers.prefill.speculative_prefill import SpeculativePrefill
 from tandem.workers.requests.first_token import FirstToken
@@ -27,7 +27,6 @@ from tandem.workers.requests.prefill_request import PrefillRequest, PrefillResul
 from tandem.workers.requests.prompt import Prompt
 from tandem.workers.requests.sequence_ids import SequenceIds
 from tandem.workers.sampling.guided import Constraint, masks_of
-from tandem.workers.sampling.pending_samples import PendingSamples
 from tandem.workers.sampling.posted_samples import NOT_FINITE
 from tandem.workers.sampling.prompt_logprobs import PromptLogprobs
 from tandem.workers.sampling.sample_batch import SampleBatch
@@ -43,14 +42,6 @@ log = logging.getLogger(__name__)
 DRAIN_POLL_SECONDS = 0.001
 SAMPLE_POLL_SECONDS = 0.0001
 MOST_AHEAD = 3  # forwards: one runs, one is behind the step in flight, one behind the next
-
-
-@dataclass(frozen=True, eq=False)
-class Sampling:
-    """First tokens that are sampled behind a forward, one for each of its prompts that ended there."""
-
-    prompts: Sequence[Prompt]
-    pending: PendingSamples
 
 
 class Prefills:
@@ -79,6 +70,7 @@ class Prefills:
         self._scheduler = scheduler
         self._handoff, self._speculative, self._retired = handoff, speculative, retired
         self._forwards = PromptForwards(engine, meter)
+        self.readers = PromptReaders(engine, scheduler, retired, ids, self._forwards, settings)
         self._ids = ids
         self._max_batch_tokens = settings.max_batch_tokens
         self._sharing = settings.sharing
@@ -198,7 +190,7 @@ class Prefills:
     @property
     def num_running(self) -> int:
         sampling = sum(not prompt.left for sampling in self._sampling for prompt in sampling.prompts)
-        return self._scheduler.num_running + sampling + self._handoff.num_draining
+        return self._scheduler.num_running + sampling + self._handoff.num_draining + self.readers.num_pending
 
     # Steps
 
@@ -207,7 +199,7 @@ class Prefills:
         """Whether so many forwards are under way that another would keep rows waiting which are yet to come."""
         while self._ahead and self._ahead[0]():
             self._ahead.popleft()
-        return len(self._ahead) >= MOST_AHEAD
+        return len(self._ahead) + self.readers.num_pending >= MOST_AHEAD
 
     def upkeep(self) -> None:
         """What comes before a batch: requests that end from outside, and waiting prompts for which there is room."""
@@ -224,8 +216,9 @@ class Prefills:
 
     def poll(self) -> None:
         """First tokens that have come, and writes that are quiet by now. Waits for nothing."""
-        while self._sampling and self._is_done(self._sampling[0]):
+        while self._sampling and self._sampling[0].is_done:
             self._take(self._sampling.popleft())
+        self.readers.poll(self._fail)
         if self._handoff.num_draining:
             self._handoff.settle()
 
@@ -234,17 +227,20 @@ class Prefills:
 
         beside: whether the decode side has work, so that nothing may wait here. forward: see PromptForwards.launch.
         """
+        batch, read = batch.parted()
+        if read:
+            self._attempt([prompt for prompt, _ in read], lambda: self.readers.launch(read, beside=beside))
         if batch.launched:
             self._attempt(batch.launched, lambda: self._send_launched(batch.launched, beside))
         if batch.chunks:
             self._attempt([prompt for prompt, _ in batch.chunks], lambda: self._forward(batch, beside, forward))
-        if self._sampling:
+        if self._sampling or self.readers.num_pending:
             self.poll()
-        if self._ahead and self.is_ahead:
+        if self.is_ahead:
             return SAMPLE_POLL_SECONDS
-        if self._scheduler.num_running or ((batch.chunks or batch.launched) and self._scheduler.num_waiting):
+        if self._scheduler.num_running or ((batch.chunks or batch.launched or read) and self._scheduler.num_waiting):
             return 0
-        if self._sampling:
+        if self._sampling or self.readers.num_pending:
             return SAMPLE_POLL_SECONDS
         return DRAIN_POLL_SECONDS if self._handoff.num_draining or len(self._retired) else RECALL_POLL_SECONDS
 
@@ -272,8 +268,7 @@ class Prefills:
         return True
 
     def _begin(self, request: Prompt) -> None:
-        shares = self._sharing and request.gatherer is None
-        most = self._most_bytes()
+        shares, most = self._sharing and request.matches, self._most_bytes()
         asked = Admission(request.spec, request.num_tokens, self._max_batch_tokens, shares, most_bytes=most)
         request.cached_tokens = request.computed = self._engine.admit(request.sequence_id, asked)
         begun = self._engine.sequence(request.sequence_id)
@@ -296,10 +291,8 @@ class Prefills:
         mark = self._engine.mark() if beside and forward is None else None
         if mark is not None:
             self._ahead.append(mark)
-        layout = self._engine.layout
-        if self._sharing and (layout.drops_past or layout.recurs):  # the next chunk lets go of windows, or takes pages
-            for prompt in (prompt for prompt, _ in batch.chunks if prompt.computed < prompt.num_tokens):
-                self._engine.publish(prompt.sequence_id, prompt.token_ids[: prompt.computed], prompt.spec.salt)
+        if self._sharing:
+            self._forwards.publish(batch.chunks)
         if ended is not None and not beside:
             self._await_first_tokens(ended.prompts)
 
@@ -344,18 +337,10 @@ class Prefills:
         """Waits for the device, and all first tokens are taken."""
         while self._sampling:
             sampling = self._sampling[0]
-            while self._handoff.num_draining and not self._is_done(sampling):  # their callers should not wait for it
+            while self._handoff.num_draining and not sampling.is_done:  # their callers should not wait for it
                 self._handoff.settle()
                 time.sleep(QUIET_POLL_SECONDS)
             self._take(self._sampling.popleft())
-
-    @staticmethod
-    def _is_done(sampling: Sampling) -> bool:
-        """Whether _take() waits for nothing. What the device reports is raised there."""
-        try:
-            return sampling.pending.is_done()
-        except Exception:
-            return True
 
     def _take(self, sampling: Sampling) -> None:
         """Hands out first tokens; waits for them."""

@@ -20,6 +20,7 @@ from tandem.workers.requests.post import DigestRange, Post
 from tandem.workers.runner.encoder_prompts import PromptChunks
 from tandem.workers.sampling.guided import Guided
 from tandem.workers.sampling.logit_rules import LogitRules
+from tandem.workers.sampling.pooling import Pooled, Reading
 from tandem.workers.sampling.prompt_logits import PromptLogits
 from tandem.workers.sampling.prompt_logprobs import PackedLogprobs, Scored
 from tandem.workers.sampling.sample_batch import SampleBatch
@@ -78,7 +79,7 @@ RANK_LOST = "a rank of the worker was lost"
 """Why a record ends within an action: that has no result, because a replay loses no rank."""
 HANDLES = (PromptLogits,)
 """Results that name what the engine keeps."""
-UNNOTED = (PackedLogprobs,)
+UNNOTED = (PackedLogprobs, Pooled)
 
 
 def value_types(pseudonyms: Pseudonyms | None = None) -> list[ValueType]:
@@ -93,7 +94,7 @@ def value_types(pseudonyms: Pseudonyms | None = None) -> list[ValueType]:
         ValueType(PromptChunks, secret={"chunks": _all_zeros}),
         ValueType(Scored, secret={"targets": zeros}),
         ValueType(DecodeStep, secret={"tokens": zeros}),
-        *map(ValueType, (Captures, Step)),
+        *map(ValueType, (Captures, Step, Reading)),
         ValueType(StepDrafts, secret={"tokens": _all_zeros, "contexts": _all_zeros}),
         *map(ValueType, (SamplingParams, Guided, Thinking)),
         ValueType(

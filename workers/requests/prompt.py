@@ -10,6 +10,7 @@ from tandem.cache.plan.position_map import PositionMap
 from tandem.workers.errors import WorkerError
 from tandem.workers.requests.first_token import FirstToken
 from tandem.workers.requests.post import Post
+from tandem.workers.requests.reader import Reader
 from tandem.workers.sampling.finish import FinishRule
 from tandem.workers.sampling.guided import Constraint
 from tandem.workers.sampling.logit_rules import LogitRules
@@ -51,6 +52,7 @@ class Prompt:
     destination: Destination[Any] = field(kw_only=True, repr=False)
     constraint: Constraint | None = field(default=None, kw_only=True)  # its place in the grammar of params.guided
     gatherer: PromptLogprobs | None = field(default=None, kw_only=True)  # where the request asks for them
+    reader: Reader | None = field(default=None, kw_only=True)  # where nobody decodes it
     computed: int = field(default=0, kw_only=True)  # positions stored once the forwards launched so far are done
     cached_tokens: int = field(default=0, kw_only=True)  # found in the prefix index
     host_cached_tokens: int = field(default=0, kw_only=True)  # of these, copied back from host memory
@@ -82,6 +84,11 @@ class Prompt:
     def least_chunk(self) -> int:
         """The least that its next forward computes: an encoder's prompt as a whole."""
         return max(self.spec.encoder.border - self.computed, 1)
+
+    @property
+    def matches(self) -> bool:
+        """Whether it may begin with a prefix that is not computed."""
+        return self.gatherer is None and (self.reader is None or self.reader.needs_last_only)
 
     @property
     def shares(self) -> bool:

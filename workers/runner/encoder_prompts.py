@@ -1,4 +1,5 @@
-"""Prompt chunks, what an encoder computes of them before the decoder does, and what a head computes afterwards."""
+"""Prompt chunks: what an encoder computes of them before the decoder does, what is read of them beside the logits that
+follow them, and what a head computes afterwards."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -13,6 +14,11 @@ from tandem.cache.kernels.upload import upload
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.models.drafters.load import Model
+from tandem.workers.sampling.pooling import Pooled, Reading, pool
+from tandem.workers.sampling.prompt_logprobs import PackedLogprobs, Scored, logprobs_of_targets
+
+Adapt = Callable[[Forward], None]
+"""Tells the model's layers which LoRA adapters the rows of the next forward have: AdaptedRows.begin."""
 
 
 class PromptChunks(NamedTuple):
@@ -70,3 +76,56 @@ def encode(
     (ids,) = upload([np.concatenate(prompts)], model.device)
     model.encode(ids, [prompt.size for prompt in prompts], borders, forward.attention)
     cache.commit(forward)
+
+
+def ends_of(cache: PagedKVCache, prompts: PromptChunks) -> tuple[Int64Array, Int64Array]:
+    """Tokens of each chunk, and the rows of the last tokens of prompts that end with theirs. int64."""
+    appends = np.array([chunk.size for chunk in prompts.chunks], np.int64)
+    stored = np.array([cache.sequence(one).num_tokens for one in prompts.sequence_ids], np.int64)
+    return appends, np.cumsum(appends)[stored + appends == np.array(prompts.lengths, np.int64)] - 1
+
+
+def scored_prompts(
+    model: Model,
+    cache: PagedKVCache,
+    prompts: PromptChunks,
+    scored: Sequence[Scored | None],
+    adapt: Adapt,
+    *,
+    push: bool,
+) -> tuple[Tensor, list[PackedLogprobs]]:
+    """Logits [n, vocab] behind prompts that end here, and log-probabilities. scored[i]: whose are wanted behind chunk
+    i, or None. They come in this order, with copies that are queued."""
+    appends, last_rows = ends_of(cache, prompts)
+    begins = np.cumsum(appends) - appends
+    wanted = [one for one in scored if one is not None]
+    rows = [begin + np.arange(one.targets.size) for begin, one in zip(begins, scored, strict=True) if one]
+    forward = cache.begin(Batch(prompts.sequence_ids, appends, prompts.lengths, push=push))
+    arrays = [np.concatenate(prompts.chunks), np.concatenate((*rows, last_rows))]
+    ids, all_rows, *targets = upload([*arrays, *(one.targets for one in wanted)], model.device)
+    adapt(forward)
+    hidden = model.hidden(ids, forward.attention, all_rows)
+    cache.commit(forward)
+    parts = hidden.split([*(len(one) for one in rows), len(last_rows)])
+    found = [
+        logprobs_of_targets(part, model.logits, tokens, one.num_top, model.config.vocab_size)
+        for one, part, tokens in zip(wanted, parts[:-1], targets, strict=True)
+    ]
+    return model.logits(parts[-1]), found
+
+
+def pooled_prompts(
+    model: Model, cache: PagedKVCache, prompts: PromptChunks, readings: Sequence[Reading | None], adapt: Adapt
+) -> Pooled:
+    """readings[i]: what is read of chunk i, or None. Nothing is pushed. Copies of the values are queued."""
+    appends = np.array([chunk.size for chunk in prompts.chunks], np.int64)
+    begins = np.cumsum(appends) - appends
+    wanted = [one for one in readings if one is not None]
+    places = [begin + np.arange(one.begin, one.end) for begin, one in zip(begins, readings, strict=True) if one]
+    forward = cache.begin(Batch(prompts.sequence_ids, appends, prompts.lengths, push=False))
+    rows = np.concatenate(places) if places else np.zeros(0, np.int64)
+    ids, all_rows = upload([np.concatenate(prompts.chunks), rows], model.device)
+    adapt(forward)
+    hidden = model.hidden(ids, forward.attention, all_rows)
+    cache.commit(forward)
+    return pool(hidden, wanted, model.logits, model.config.vocab_size)

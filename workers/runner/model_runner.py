@@ -28,7 +28,15 @@ from tandem.workers.runner.decode_graphs import DecodeGraphs
 from tandem.workers.runner.draft_chain import NUM_CHAIN_INPUTS
 from tandem.workers.runner.drafts import Noted, make_drafts
 from tandem.workers.runner.eager_sampler import EagerSampler
-from tandem.workers.runner.encoder_prompts import LeftOfPrompts, PromptChunks, encode, encoded
+from tandem.workers.runner.encoder_prompts import (
+    LeftOfPrompts,
+    PromptChunks,
+    encode,
+    encoded,
+    ends_of,
+    pooled_prompts,
+    scored_prompts,
+)
 from tandem.workers.runner.forward_graphs import Capture, ForwardGraphs, GraphCapture
 from tandem.workers.runner.logits_processor import LogitsProcessor
 from tandem.workers.runner.next_drafts import NextDrafts
@@ -36,7 +44,8 @@ from tandem.workers.runner.step_inputs import NUM_INPUTS, StepInputs
 from tandem.workers.runner.stream_mark import mark_stream
 from tandem.workers.runner.verify_rows import VerifyRows
 from tandem.workers.sampling.pending_samples import LateSamples, PendingSamples, Samples
-from tandem.workers.sampling.prompt_logprobs import PackedLogprobs, Scored, logprobs_of_targets
+from tandem.workers.sampling.pooling import Pooled, Reading
+from tandem.workers.sampling.prompt_logprobs import PackedLogprobs, Scored
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.sampling.sampling_params import SamplingParams
 
@@ -276,31 +285,17 @@ class ModelRunner:
     def scored_prompts(
         self, prompts: PromptChunks, scored: Sequence[Scored | None], *, push: bool
     ) -> tuple[Tensor, list[PackedLogprobs]]:
-        """All of prompts(), eagerly. scored[i]: whose log-probabilities are wanted behind chunk i, or None. They come
-        in this order, with copies that are queued."""
-        appends, last_rows = self._ends(prompts)
-        begins = np.cumsum(appends) - appends
-        wanted = [one for one in scored if one is not None]
-        rows = [begin + np.arange(one.targets.size) for begin, one in zip(begins, scored, strict=True) if one]
-        forward = self._cache.begin(Batch(prompts.sequence_ids, appends, prompts.lengths, push=push))
-        arrays = [np.concatenate(prompts.chunks), np.concatenate((*rows, last_rows))]
-        ids, all_rows, *targets = upload([*arrays, *(one.targets for one in wanted)], self._model.device)
-        self._adapted.begin(forward)
-        hidden = self._model.hidden(ids, forward.attention, all_rows)
-        self._cache.commit(forward)
-        parts = hidden.split([*(len(one) for one in rows), len(last_rows)])
-        model, vocab_size = self._model, self._model.config.vocab_size
-        found = [
-            logprobs_of_targets(part, model.logits, tokens, one.num_top, vocab_size)
-            for one, part, tokens in zip(wanted, parts[:-1], targets, strict=True)
-        ]
-        return model.logits(parts[-1]), found
+        """All of prompts(), eagerly, see scored_prompts()."""
+        return scored_prompts(self._model, self._cache, prompts, scored, self._adapted.begin, push=push)
+
+    @torch.inference_mode()
+    def pooled_prompts(self, prompts: PromptChunks, readings: Sequence[Reading | None]) -> Pooled:
+        """Computes the chunks, eagerly, for what is read of them: see pooled_prompts()."""
+        return pooled_prompts(self._model, self._cache, prompts, readings, self._adapted.begin)
 
     def _ends(self, prompts: PromptChunks) -> tuple[Int64Array, Int64Array]:
-        """Tokens of each chunk, and the rows of the last tokens of prompts that end with theirs. int64."""
-        appends = np.array([chunk.size for chunk in prompts.chunks], np.int64)
-        stored = np.array([self._cache.sequence(one).num_tokens for one in prompts.sequence_ids], np.int64)
-        return appends, np.cumsum(appends)[stored + appends == np.array(prompts.lengths, np.int64)] - 1
+        """See ends_of()."""
+        return ends_of(self._cache, prompts)
 
     def capture_steps_with_prompts(self, capture: Capture | None = None) -> None:
         """From now on step_with_prompts() replays CUDA graphs; capture_steps and capture_prompts come first."""

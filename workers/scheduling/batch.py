@@ -32,6 +32,11 @@ class StepBatch(NamedTuple):
     alone: bool = False  # whether no other prompt runs or waits beside the one of the chunk
     decodes: DecodeStep | None = None
 
+    def parted(self) -> "tuple[StepBatch, tuple[Chunk, ...]]":
+        """Without the chunks of prompts that nobody decodes, and these."""
+        read = tuple(chunk for chunk in self.chunks if chunk.request.reader is not None)
+        return (self._replace(chunks=tuple(one for one in self.chunks if one not in read)) if read else self), read
+
     @property
     def prompt_tokens(self) -> int:
         """New tokens of prompts."""

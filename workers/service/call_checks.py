@@ -44,10 +44,13 @@ class PromptCheck(NamedTuple):
     page_size: int
 
     def __call__(self, request: PromptRequest, max_tokens: int = 1) -> PromptSpec:
+        """See of()."""
+        check_request_id(request.request_id)
+        return self.of(request.prompt, max_tokens)
+
+    def of(self, message: worker_pb2.PromptSpec, max_tokens: int = 1) -> PromptSpec:
         """max_tokens: output tokens, of which the last is never fed back; those of a sequence that slides may be any
         number."""
-        check_request_id(request.request_id)
-        message = request.prompt
         token_ids = prompt_from_bytes(message.token_ids)
         encoder = self._encoder(message.encoder_tokens)
         sliding = sliding_from_proto(message.sliding) if message.HasField("sliding") else None

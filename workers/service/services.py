@@ -19,6 +19,7 @@ from tandem.workers.config import Role, WorkerConfig
 from tandem.workers.engine.rank_progress import stalled_ranks
 from tandem.workers.errors import InvalidCall, NoRoom, StaleEpoch, WorkerError
 from tandem.workers.event_loop import unwatched
+from tandem.workers.prefill.prompt_readers import ReadCall, ReadPrompts
 from tandem.workers.requests.feed import Feeds
 from tandem.workers.requests.first_token import FirstTokens
 from tandem.workers.requests.prefill_request import PrefillResult
@@ -29,6 +30,7 @@ from tandem.workers.sampling.guided import Constraint, Grammars, InvalidGuide
 from tandem.workers.service.adapter_calls import AdapterLoads, adapter_infos, check_held
 from tandem.workers.service.call_checks import PromptCheck, check_request_id, check_sampling
 from tandem.workers.service.rank_infos import rank_infos
+from tandem.workers.service.read_prompts import read_call, to_message
 from tandem.workers.service.reports import Reports
 from tandem.workers.service.resident import resident_bytes
 from tandem.workers.service.status import call_of, outcome, refuse
@@ -253,6 +255,21 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             await context.send_initial_metadata(())
             async for message in stream.messages():
                 await context.write(message)
+
+    async def ReadPrompts(
+        self, request: worker_pb2.ReadPromptsRequest, context: Context
+    ) -> worker_pb2.ReadPromptsResponse:
+        call_of.set(request)
+        readers, calls = self._loop.prefills.readers, list[ReadCall]()
+
+        def submit() -> Future[ReadPrompts]:
+            calls.append(read_call(readers, self._prompt, request))
+            return calls[0].result
+
+        try:
+            return to_message(await outcome(context, await self._on_step_thread(context, request.epoch, submit)))
+        finally:
+            self._thread.call(lambda: [readers.withdraw(call) for call in calls])  # runs behind submit
 
     # Decode
 

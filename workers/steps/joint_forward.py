@@ -43,7 +43,7 @@ class JointForward:
 
 def is_joint(engine: Engine, batch: StepBatch) -> bool:
     """Whether the batch has rows and chunks, and one forward can compute both."""
-    if batch.decodes is None or not batch.chunks or any(chunk.request.gatherer for chunk in batch.chunks):
+    if batch.decodes is None or not batch.chunks or any(one.gatherer or one.reader for one, _ in batch.chunks):
         return False
     adapters = [chunk.request.spec.adapter for chunk in batch.chunks]
     return engine.takes(len(batch.chunks), batch.prompt_tokens, batch.decodes.sequence_ids, adapters)

@@ -21,6 +21,9 @@ class EncoderPrompt(NamedTuple):
         return self.border - self.length
 
 
+MOST_READ = 256
+"""Prompts of one call of Worker/ReadPrompts."""
+
 NO_ENCODER = EncoderPrompt(0, 0)
 
 

@@ -6,10 +6,12 @@ It imports little: that process has memory of its own.
 import os
 import resource
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
+
+import numpy as np
 
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cluster.text.prompt_tokens import prompt_tokens
@@ -45,6 +47,12 @@ class Reader:
         """As prompt_tokens(); of more than `most` the last."""
         ids = prompt_tokens(self._tokenizer, message)
         return ids if most is None else ids[max(0, len(ids) - most) :]
+
+    def texts(self, texts: Sequence[str], special: bool, most: int | None) -> list[Int64Array]:
+        """As Tokenizer.encode_all()."""
+        assert self._tokenizer is not None, "texts are refused without one"
+        ids = self._tokenizer.encode_all(texts, add_special_tokens=special, most=most)
+        return [np.array(one, np.int64) for one in ids]
 
     def check_guide(self, guided: Guided, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         """As Grammars.check().

@@ -59,6 +59,10 @@ class Readers:
         """As prompt_tokens(), and as run(). Of more than `most` tokens the last."""
         return await self._read(client, "tokens", message, most)
 
+    async def texts(self, client: str, texts: Sequence[str], special: bool, most: int | None) -> list[Int64Array]:
+        """As Tokenizer.encode_all(), and as run()."""
+        return await self._read(client, "texts", texts, special, most)
+
     async def run(self, client: str, function: Callable[..., T], *arguments: object) -> T:
         """What a function of a module returns or raises. All travel between processes.
 

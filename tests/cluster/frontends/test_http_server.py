@@ -79,7 +79,7 @@ class TestCalls:
         headers = [("x-request-id", "a"), ("x-request-id", "b")]
         assert "given 2 times" in refused(post(quiet.http, COMPLETIONS, BODY, headers=headers), 400)["message"]
 
-    @pytest.mark.parametrize("path", ["/v1", "/v1/completions//", "/v1/embeddings", "//v1/models", "/v1/models//"])
+    @pytest.mark.parametrize("path", ["/v1", "/v1/completions//", "/v1/images", "//v1/models", "/v1/models//"])
     def test_unknown_routes(self, quiet: OpenGateway, path: str) -> None:
         assert "/v1/chat/completions" in refused(get(quiet.http, path), 404)["message"]
 

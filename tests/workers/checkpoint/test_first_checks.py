@@ -9,7 +9,9 @@ import pytest
 
 from tandem.cluster.tools.architectures import ARCHITECTURES, SIZES, config_fields
 from tandem.cluster.tools.random_checkpoint import make_checkpoint
+from tandem.workers.checkpoint.architectures import read_architecture
 from tandem.workers.checkpoint.errors import InvalidConfig, InvalidWeights, ModelError, NotFetched, UnknownArchitecture
+from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.checkpoint.first_checks import first_checks
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import check_weights
@@ -190,3 +192,8 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
     early, late = said(first_checks, tmp_path, has_weights=True), said(check_weights, tmp_path, load_config(tmp_path))
     assert early == late
     assert "lacks model-1.safetensors, model-2.safetensors, of 2 files that model.safetensors.index.json" in early
+
+
+@pytest.mark.parametrize("name", ["MistralModel", "Qwen3Model"])
+def test_models_without_a_head_are_of_their_family(name: str) -> None:
+    assert read_architecture(Fields({"architectures": [name]}, "x")) == name.removesuffix("Model") + "ForCausalLM"

@@ -1,0 +1,41 @@
+"""The section of a cluster's configuration that says what embeddings and scores are."""
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from tandem.cluster.config.units import Inputs, Section, Tokens
+
+PLACES = ("{query}", "{document}")  # of score_template; {instruction} may be there, too
+
+
+ScoreTokens = Annotated[list[str], Field(min_length=2, max_length=2, json_schema_extra={"accepted": "two texts"})]
+
+
+def _has_places(template: str) -> str:
+    """{document} comes last, because a document may be cut."""
+    wrong = [place for place in PLACES if template.count(place) != 1]
+    if wrong or template.index("{document}") < max(map(template.find, ("{query}", "{instruction}"))):
+        raise ValueError("must have {query} and, behind it, {document} once each; {instruction} may stand before both")
+    return template
+
+
+class EmbeddingsSection(Section):
+    pooling: Literal["auto", "last", "mean"] = "auto"
+    """what an embedding is of a prompt's hidden states: that of the last token, or the mean; auto: what the
+    checkpoint's files for sentence-transformers say, and last without them"""
+    normalize: bool | None = None
+    """whether embeddings have length 1; null: what those files say, and true without them. Requests may say
+    otherwise"""
+    max_inputs: Inputs = Field(default=2048, le=1 << 16)
+    """most inputs of a request"""
+    max_tokens: Tokens = Field(default=1 << 20, le=1 << 31)
+    """most tokens of all inputs of a request"""
+    score_template: Annotated[str, AfterValidator(_has_places)] | None = None
+    """the prompt of /v1/score and /v1/rerank, with {query}, {document} and {instruction}; null: that of
+    Qwen3-Reranker"""
+    score_instruction: str = "Given a web search query, retrieve relevant passages that answer the query"
+    """{instruction} of requests that say none"""
+    score_tokens: ScoreTokens = Field(default=["yes", "no"])
+    """the tokens that a score compares: that of a good pair and that of a bad one. The score is the first one's
+    probability among both"""

@@ -1,0 +1,1 @@
+"""The routes of prompts that nobody decodes: embeddings, scores and rankings."""

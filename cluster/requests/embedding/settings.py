@@ -1,0 +1,14 @@
+"""What a cluster's configuration says of embeddings and scores."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class EmbeddingSettings:
+    """See EmbeddingsSection."""
+
+    max_inputs: int
+    max_tokens: int  # of all inputs of a request
+    score_template: str
+    score_instruction: str
+    score_tokens: tuple[str, str]

@@ -311,7 +311,7 @@ def test_a_file_of_something_else_is_kept(gateway: OpenGateway, batch: Callable[
     assert ended.value.code == 2
 
 
-def test_one_batch_at_a_time_writes_a_file(gateway: OpenGateway, batch: Callable[..., Outcome], tmp_path: Path) -> None:
+def test_two_batches_do_not_write_one_file(gateway: OpenGateway, batch: Callable[..., Outcome], tmp_path: Path) -> None:
     write(tmp_path / "in.jsonl", [GOOD])
     with (tmp_path / "out.jsonl").open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)

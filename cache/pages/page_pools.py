@@ -83,7 +83,7 @@ class PagePools:
         """What PageStore.lift() takes, so that match() then finds a longer prefix; nothing where a disk has none, or
         where it is to read more than most_bytes for each position."""
         store = self.prefixes.store
-        if store is None or store.disk_counts is None:
+        if store is None or not store.has_disk:
             return []
         digests = self.prefixes.digests(token_ids, max_pages, salt)
         found = self.prefixes.below(digests, store, border)

@@ -221,7 +221,7 @@ class PrefixIndex:
 
     def tend(self) -> None:
         """See PageStore.tend."""
-        if self.store is not None:
+        if self.store is not None and self.store.has_disk:
             adopted = [digest for digest in self.store.tend() if digest not in self._entries]
             self._reach.add(_keys(adopted))
             self.forget_stored()

@@ -137,6 +137,10 @@ class HostStore:
 
     # Nothing is below
 
+    @property
+    def has_disk(self) -> bool:
+        return False
+
     def find_below(self, group: int, digests: Sequence[bytes]) -> NDArray[np.bool_]:
         return np.zeros(len(digests), np.bool_)
 

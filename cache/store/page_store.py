@@ -97,8 +97,13 @@ class PageStore(Protocol):
         digests name, once they are copied. The others mean nothing."""
         ...
 
+    @property
+    def has_disk(self) -> bool:
+        """Whether a disk is behind it."""
+        ...
+
     def find_below(self, group: int, digests: Sequence[bytes]) -> NDArray[np.bool_]:
-        """bool [n]: which pages of a group a disk has that is behind this store. Depends on time, as tend() does."""
+        """bool [n]: which pages of a group the disk has; none without one. Depends on time, as tend() does."""
         ...
 
     def are_lifted(self, group: int, digests: Sequence[bytes]) -> NDArray[np.bool_]:

@@ -71,6 +71,10 @@ class TieredStore(HostStore):
             self._lifted[group].difference_update(digests)
         return found
 
+    @property
+    def has_disk(self) -> bool:
+        return True
+
     def find_below(self, group: int, digests: Sequence[bytes]) -> NDArray[np.bool_]:
         return self.disk.find(group, digests)
 

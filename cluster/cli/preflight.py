@@ -29,12 +29,13 @@ from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import ConfigError, InvalidRequest, StartFailed
 from tandem.cluster.processes.ray_access import asked_host, check_ray_answers, machine_address
 from tandem.cluster.supervision.shared_ports import check_ports
-from tandem.cluster.tools.architectures import MTP_FIELDS
 from tandem.cluster.tools.nearest_families import nearest_families
 from tandem.transfer.factory import TRANSPORTS
+from tandem.workers.checkpoint.architectures import read_architecture
 from tandem.workers.checkpoint.errors import ModelError, UnknownArchitecture
 from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.checkpoint.first_checks import first_checks
+from tandem.workers.checkpoint.structure import structure
 
 FILES = 1024  # that a process may have open, at least
 MOST_FILES = 1 << 16
@@ -43,6 +44,7 @@ GPU_SHM_BYTES = 256 << 20  # NCCL's buffers, too
 TEMP_BYTES = 256 << 20  # Ray's sockets and logs
 KERNEL_BYTES = 1 << 30  # compiled kernels and what compilers leave beside them
 LOG_BYTES = 64 << 20  # what one log may grow to
+DENSE = frozenset({"sliding windows", "softcaps"})  # all that families without multi-token prediction may have
 MIB = 1 << 20
 SHM = Path("/dev/shm")
 CONFIGS = {  # by the GPUs that they need
@@ -124,19 +126,18 @@ def check_model(config: ClusterConfig) -> None:
 
 
 def _check_divided(config: ClusterConfig, fields: Fields) -> None:
-    """ConfigError for ranks and drafts that no family with this config.json has."""
+    """ConfigError for ranks and drafts that no family with this config.json takes."""
     heads = fields.raw("num_attention_heads")
     for key in ("prefill_ranks", "decode_ranks"):
         ranks = getattr(config.island, key)
         if isinstance(heads, int) and heads % ranks:
             raise ConfigError(f"island.{key} is {ranks}; it must divide the model's num_attention_heads, {heads}")
-    if config.speculation.method == "mtp":
-        names = sorted({*MTP_FIELDS.values()})
-        if not any(one.raw(name) for one in (fields, fields.section("text_config")) for name in names):
-            raise ConfigError(
-                "speculation.method is 'mtp'; it must be another one where the model has no layer for multi-token "
-                f"prediction: {' and '.join(names)} are 0 or missing in its config.json"
-            )
+    is_dense = structure(fields.values) <= DENSE and not isinstance(fields.raw("text_config"), dict)
+    if config.speculation.method == "mtp" and is_dense:
+        raise ConfigError(
+            f"speculation.method is 'mtp'; {read_architecture(fields)} has no layer for multi-token prediction: "
+            "none, ngram, draft_model and eagle3 are accepted"
+        )
 
 
 def _check_packages(config: ClusterConfig) -> Iterator[str]:

@@ -74,8 +74,8 @@ def environment_keys(
             value = _load_yaml(environ[variable])
             found.append((variable, (key, environ[variable] if isinstance(value, Scalar) and is_text(key) else value)))
         except yaml.YAMLError as error:
-            found = "hidden" if key.rpartition(".")[2] in SECRETS else shown(environ[variable])
-            raise ConfigError(f"{variable} is {found}; it must be YAML: {explain_yaml(error)}") from None
+            value_shown = "hidden" if key.rpartition(".")[2] in SECRETS else shown(environ[variable])
+            raise ConfigError(f"{variable} is {value_shown}; it must be YAML: {explain_yaml(error)}") from None
     return found
 
 

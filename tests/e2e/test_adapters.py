@@ -121,6 +121,20 @@ def test_models_and_the_cluster_tell_of_them(island: Island, adapted: Adapted) -
             assert {one.digest for one in worker.adapters} == {one.digest for one in listed.values()}
 
 
+def test_idle_workers_report_what_they_hold(island: Island, adapted: Adapted) -> None:
+    """So that gateway processes which have not asked for it know."""
+
+    def reported(digest: bytes) -> list[bool]:
+        links = island.gateway._islands.links().values()
+        return [digest in {link.report.adapters[at : at + 16] for at in range(0, 64, 16)} for link in links]
+
+    with island.client() as client:
+        digest = client.remove_adapter("c").digest
+        until(lambda: reported(digest) == [False] * 2)
+        client.add_adapter("c", str(adapted.folder("c")))
+        until(lambda: reported(digest) == [True] * 2)
+
+
 @pytest.mark.long
 def test_added_and_removed_beside_streams(adapted: Adapted) -> None:
     length = 60

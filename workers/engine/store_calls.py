@@ -46,7 +46,7 @@ class StoreCalls:
     def has_disk(self) -> bool:
         """Whether a disk is behind the store. From any thread."""
         store = self._cache.page_store
-        return store is not None and store.disk_counts is not None
+        return store is not None and store.has_disk
 
     @property
     def disk_rate(self) -> float:

@@ -9,10 +9,11 @@ from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.cluster.tools.architectures import ARCHITECTURES, HALVES, MTP_FIELDS, SIZES
 from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.workers.checkpoint.errors import InvalidConfig
+from tandem.workers.checkpoint.weight_files import INDEX
 from tandem.workers.config import SpeculationSettings
 from tandem.workers.models.drafters.load import check_drafter_weights
 from tandem.workers.models.drafters.mtp import mtp_config
-from tandem.workers.models.weights import INDEX, load_decoder
+from tandem.workers.models.weights import load_decoder
 from tests.support.encoder_models import EncoderRunner
 from tests.workers.reference_attention import ReferenceAttention, Sequence
 

@@ -38,6 +38,9 @@ class FakeEngine:
     def pages(self) -> Pages:
         return Pages(self.free_pages)
 
+    def tend(self) -> None:
+        pass
+
     def received(self, sequence: int) -> PromptLogits:
         self.made = PromptLogits(sequence, torch.empty(0))
         return self.made

@@ -175,9 +175,9 @@ def test_missing_or_unreadable_files(tmp_path: Path) -> None:
         load_config(tmp_path)
 
 
-def test_unknown_architecture_names_related_ones(tmp_path: Path) -> None:
+def test_unknown_architecture_names_those_that_are_served(tmp_path: Path) -> None:
     write(tmp_path, {**LLAMA, "architectures": ["LlamaForCausalML"]})
-    with pytest.raises(UnknownArchitecture, match=r"LlamaForCausalLM\. Served: .*Qwen3ForCausalLM"):
+    with pytest.raises(UnknownArchitecture, match=r"LlamaForCausalML is not served\. Served: .*Qwen3ForCausalLM"):
         load_config(tmp_path)
 
 

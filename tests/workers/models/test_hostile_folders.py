@@ -10,11 +10,12 @@ import pytest
 
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.cluster.tools.random_checkpoint import make_checkpoint
+from tandem.workers.checkpoint import weight_files
 from tandem.workers.checkpoint.errors import ModelError
 from tandem.workers.checkpoint.safetensors_file import HEADER_LIMIT
-from tandem.workers.models import weights
+from tandem.workers.checkpoint.weight_files import INDEX
 from tandem.workers.models.registry import load_config
-from tandem.workers.models.weights import INDEX, check_weights
+from tandem.workers.models.weights import check_weights, load_parameters
 
 SINGLE = "model.safetensors"
 FILES = (
@@ -200,7 +201,7 @@ def test_a_link_to_nowhere_is_no_file_that_lacks(folder: Path, name: str) -> Non
 
 
 def test_an_index_of_many_files_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights, "MAX_FILES", 9)
+    monkeypatch.setattr(weight_files, "MAX_FILES", 9)
     (folder / SINGLE).unlink()
     names = {f"t{number}": f"{number}.safetensors" for number in range(10)}
     (folder / INDEX).write_text(json.dumps({"weight_map": names}))
@@ -221,4 +222,4 @@ def test_sizes_beyond_reason_take_no_memory(tmp_path: Path, arch: str, fields: d
     config = tmp_path / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | fields))
     with pytest.raises(ModelError, match=message):
-        weights.load_parameters(tmp_path, load_config(tmp_path))
+        load_parameters(tmp_path, load_config(tmp_path))

@@ -7,7 +7,6 @@ ids of requests from each other.
 import asyncio
 import os
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -31,6 +30,7 @@ from tandem.cluster.frontends.pages.status import Status
 from tandem.cluster.frontends.reflection import enable_reflection
 from tandem.cluster.frontends.routes import ERROR_FORMS, api_routes
 from tandem.cluster.gateway.embedding import make_embeddings
+from tandem.cluster.gateway.observers import observers_of, open_tracer
 from tandem.cluster.gateway.served_adapters import ServedAdapters
 from tandem.cluster.gateway.settings import READ_BY, GatewayAddresses, GatewaySettings
 from tandem.cluster.metrics.request_metrics import RequestMetrics
@@ -47,7 +47,7 @@ from tandem.cluster.requests.body_budget import BodyBudget, largest_body
 from tandem.cluster.requests.call_limit import CallLimit
 from tandem.cluster.requests.default_sampling import default_sampling
 from tandem.cluster.requests.departures import unfinished
-from tandem.cluster.requests.observer import Observe, all_of
+from tandem.cluster.requests.observer import all_of
 from tandem.cluster.requests.reading.readers import Readers
 from tandem.cluster.requests.rebalancer import Rebalancer
 from tandem.cluster.requests.validation import RequestValidator
@@ -62,9 +62,6 @@ from tandem.cluster.routing.router import Router
 from tandem.cluster.scaling import ScalingState
 from tandem.cluster.text.parsers.formats import OutputFormats
 from tandem.cluster.text.tokenizer import Tokenizer
-from tandem.cluster.tracing.access_log import AccessLog
-from tandem.cluster.tracing.exporter import otlp_exporter
-from tandem.cluster.tracing.request_trace import Tracer
 from tandem.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tandem.workers.config import max_message_bytes
 from tandem.workers.ports.call_turns import CallTurns
@@ -165,7 +162,8 @@ class Gateway:
         """The requests by id, and what observes their ends."""
         section, security = self._settings.config.gateway, self._settings.security
         self._metrics = RequestMetrics(self._table)
-        self._tracer, self._end_export = self._open_tracer()
+        self._tracer, self._end_export = open_tracer(self._settings.config)
+        observe = all_of(observers_of(self._settings.config, self._names.model[0], self._metrics, self._tracer))
         self._validator = RequestValidator(
             self._model.limits,
             self._tokenizer,
@@ -183,7 +181,7 @@ class Gateway:
             self._claims,
             max_attempts=section.max_attempts,
             request_seconds=section.request_seconds,
-            observe=(observe := all_of(self._observers())),
+            observe=observe,
             origin=self._settings.origin,
         )
         self._embeddings = make_embeddings(
@@ -212,23 +210,6 @@ class Gateway:
         self._peers = await self._peer_server()
         self._server = self._grpc_server(turns)
         self._http, self._monitor = self._http_servers(scrape)
-
-    def _open_tracer(self) -> tuple[Tracer, Callable[[], None]]:
-        section = self._settings.config.tracing
-        if section.endpoint is None:
-            return Tracer(section.keep, 0.0), lambda: None
-        export, end = otlp_exporter(section.endpoint, f"tandem/{self._settings.config.name}")
-        return Tracer(section.keep, section.sample_ratio, export), end
-
-    def _observers(self) -> list[Observe]:
-        config, observers = self._settings.config, []
-        if config.metrics.enabled:
-            observers.append(self._metrics.observe)
-        if config.logging.access:
-            observers.append(AccessLog(self._names.model[0]).observe)
-        if config.tracing.keep or config.tracing.endpoint is not None:
-            observers.append(self._tracer.observe)
-        return observers
 
     def _scrape(self) -> Scrape | None:
         config = self._settings.config

@@ -4,23 +4,16 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from tandem.cache.kernels.flashinfer.served_version import refused_version
-from tandem.cache.kinds.kind import check_gpu
-from tandem.cache.plan.errors import InvalidArgument
-from tandem.cache.plan.layout import KVLayout
 from tandem.cluster.adapters.book import AdapterBook, AdapterOrders
 from tandem.cluster.config.cluster_config import ClusterConfig
-from tandem.cluster.config.rank_shapes import check_ranks
 from tandem.cluster.errors import ConfigError, StartFailed, TandemError
 from tandem.cluster.gateway.settings import GatewayAddresses, GatewaySettings
 from tandem.cluster.processes.processes import Processes
 from tandem.cluster.processes.ray_processes import RayProcesses
-from tandem.cluster.requests.default_sampling import default_sampling
 from tandem.cluster.routing.membership import Membership
 from tandem.cluster.scaling import ScaleOrder, Shape
 from tandem.cluster.served_model import ServedModel
@@ -31,36 +24,23 @@ from tandem.cluster.supervision.gateway_supervisor import GatewayShape, TakeOrde
 from tandem.cluster.supervision.gateways.gateway_set import GatewaySet
 from tandem.cluster.supervision.island import Island, LoadState
 from tandem.cluster.supervision.island_set import IslandSet
+from tandem.cluster.supervision.islands.checkpoint import check_model
 from tandem.cluster.supervision.islands.elastic_island import ElasticIsland
 from tandem.cluster.supervision.network import Network, wait_for_hosts
 from tandem.cluster.supervision.predecessor import Predecessor
 from tandem.cluster.supervision.process_modules import process_modules
 from tandem.cluster.supervision.process_settings import (
     FIRST_EPOCH,
-    agreed_pages,
     check_disk_bytes,
     check_host_bytes,
-    check_memory,
-    check_snapshots,
     gateway_processes,
     gateway_settings,
     is_elastic,
     max_islands,
-    worker_configs,
 )
 from tandem.cluster.supervision.shared_ports import check_ports
 from tandem.cluster.supervision.start_clock import StartClock
 from tandem.cluster.supervision.supervisor import Supervisor
-from tandem.cluster.text.tokenizer import Tokenizer
-from tandem.workers.checkpoint.errors import ModelError
-from tandem.workers.config import WorkerConfig
-from tandem.workers.models.config import ModelConfig
-from tandem.workers.models.drafters.drafter_config import load_drafter_config
-from tandem.workers.models.drafters.load import check_drafter_weights
-from tandem.workers.models.kv_scales import choose_scales
-from tandem.workers.models.registry import load_config
-from tandem.workers.models.weights import check_weights
-from tandem.workers.runner.model_cache import kv_layout
 
 READY_POLL_SECONDS = 0.2
 ROOM_SECONDS = 30.0  # from the end of processes until Ray counts their room as free
@@ -110,7 +90,7 @@ class Cluster:
         before their first forward. The future is cancelled by stop().
         """
         with self.clock.phase("checkpoint"):
-            max_model_len = self._check_model()
+            max_model_len = check_model(self._config)
         self._config.security.server.check()
         check_ports(self._config.gateway, self._config.metrics, self._beside)  # it takes a while until they are opened
         self._built = None if build is None else build()
@@ -246,36 +226,6 @@ class Cluster:
         assert self._room is not None, "the processes come first"
         return self._room.free(most)
 
-    def _check_model(self) -> int:
-        """max_model_len. ConfigError for a wrong checkpoint, before any process starts."""
-        folder = Path(self._config.model.path or "")
-        try:
-            model = load_config(folder, self._config.model.dtype)
-            if self._config.model.load_format == "safetensors":
-                check_weights(folder, model)
-            tokenizer = Tokenizer.from_folder(folder)
-            worker = worker_configs(self._config, model.max_length)[0]
-            drafter = _check_drafter(worker, model, tokenizer)
-            check_ranks(self._config.island, (model, drafter))
-            layout = kv_layout(model, worker.page_size, choose_scales(worker, model, drafter), drafter)
-            check_snapshots(worker, layout)
-            default_sampling(folder, self._config.model.generation_config)
-        except ModelError as error:
-            raise ConfigError(f"model.path: {error}") from error
-        except InvalidArgument as error:
-            raise ConfigError(f"cache.{error}") from error
-        if self._config.island.device == "cuda":
-            _check_gpu(layout, model if model.latent or drafter is None else drafter)
-        max_model_len = self._config.model.max_model_len or model.max_length
-        if max_model_len > model.max_length:
-            raise ConfigError(
-                f"model.max_model_len is {max_model_len}; the checkpoint takes at most {model.max_length}"
-            )
-        if self._config.island.device == "cpu":
-            worker = replace(worker, max_model_len=max_model_len)
-            check_memory(worker, layout, agreed_pages(self._config, (), max_model_len))
-        return max_model_len
-
     def _start_islands(self, max_model_len: int, network: Network) -> IslandSet:
         self._check_room()
         island_of = partial(self._island, max_model_len, network)
@@ -369,40 +319,3 @@ class Cluster:
     def _fail(self, error: TandemError) -> None:
         if not self._failure.done():
             self._failure.set_exception(error)
-
-
-def _check_drafter(worker: WorkerConfig, model: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig | None:
-    """The model that drafts for `model`, whose tokenizer is given; None where none does. ConfigError for one that
-    cannot."""
-    speculation, folder = worker.speculation, Path(worker.speculation.draft)
-    try:
-        drafter = load_drafter_config(speculation, model)
-        if drafter is None:
-            return None
-        if worker.load_format == "safetensors":
-            check_drafter_weights(Path(worker.model_path), speculation, model, drafter)
-        if speculation.method != "draft_model":
-            return drafter  # its tokens are the target's
-        own = Tokenizer.from_folder(folder)
-    except ModelError as error:
-        raise ConfigError(f"speculation.{'draft' if speculation.draft else 'method'}: {error}") from error
-    if tokenizer is not None and own is not None:
-        if not own.agrees(tokenizer):
-            raise ConfigError(f"speculation.draft is {folder}; a model with the tokenizer of model.path is accepted")
-    elif drafter.vocab_size != model.vocab_size:
-        raise ConfigError(
-            f"speculation.draft is {folder}, with a vocabulary of {drafter.vocab_size}; that of model.path, "
-            f"{model.vocab_size}, is accepted, or tokenizers that show that both are alike"
-        )
-    return drafter
-
-
-def _check_gpu(layout: KVLayout, model: ModelConfig) -> None:
-    """ConfigError unless the kernels of a GPU serve the cache of a layout. model: whose latents it has, if any.
-    StartFailed for a version of FlashInfer that does not serve."""
-    if reason := refused_version():
-        raise StartFailed(reason)
-    try:
-        check_gpu(layout, None if model.latent is None else model.latent.heads)
-    except InvalidArgument as error:
-        raise ConfigError(f"island.device is cuda, which model.path and cache.page_size do not fit: {error}") from error

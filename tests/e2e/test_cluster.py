@@ -113,7 +113,7 @@ def test_what_only_a_worker_finds_wrong(
     cluster: Cluster, small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its launcher says it. The second cluster is on the Ray of the first."""
-    monkeypatch.setattr("tandem.cluster.supervision.launcher.check_weights", lambda *_: None)
+    monkeypatch.setattr("tandem.cluster.supervision.islands.checkpoint.check_weights", lambda *_: None)
     (tmp_path / "config.json").write_bytes((small_model / "config.json").read_bytes())
     overrides = {"name": f"no-weights-{os.getpid()}", "model.path": str(tmp_path), "gateway.port": 0}
     with pytest.raises(StartFailed, match=r"has no weights; it must have model\.safetensors"):

@@ -1,0 +1,90 @@
+"""What is checked of a checkpoint before any process starts: what only its whole configuration and its headers tell."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from tandem.cache.kernels.flashinfer.served_version import refused_version
+from tandem.cache.kinds.kind import check_gpu
+from tandem.cache.plan.errors import InvalidArgument
+from tandem.cache.plan.layout import KVLayout
+from tandem.cluster.config.cluster_config import ClusterConfig
+from tandem.cluster.config.rank_shapes import check_ranks
+from tandem.cluster.errors import ConfigError, StartFailed
+from tandem.cluster.requests.default_sampling import default_sampling
+from tandem.cluster.supervision.process_settings import agreed_pages, check_memory, check_snapshots, worker_configs
+from tandem.cluster.text.tokenizer import Tokenizer
+from tandem.workers.checkpoint.errors import ModelError
+from tandem.workers.config import WorkerConfig
+from tandem.workers.models.config import ModelConfig
+from tandem.workers.models.drafters.drafter_config import load_drafter_config
+from tandem.workers.models.drafters.load import check_drafter_weights
+from tandem.workers.models.kv_scales import choose_scales
+from tandem.workers.models.registry import load_config
+from tandem.workers.models.weights import check_weights
+from tandem.workers.runner.model_cache import kv_layout
+
+
+def check_model(config: ClusterConfig) -> int:
+    """max_model_len. ConfigError for a wrong checkpoint, before any process starts."""
+    folder = Path(config.model.path or "")
+    try:
+        model = load_config(folder, config.model.dtype)
+        if config.model.load_format == "safetensors":
+            check_weights(folder, model)
+        tokenizer = Tokenizer.from_folder(folder)
+        worker = worker_configs(config, model.max_length)[0]
+        drafter = _check_drafter(worker, model, tokenizer)
+        check_ranks(config.island, (model, drafter))
+        layout = kv_layout(model, worker.page_size, choose_scales(worker, model, drafter), drafter)
+        check_snapshots(worker, layout)
+        default_sampling(folder, config.model.generation_config)
+    except ModelError as error:
+        raise ConfigError(f"model.path: {error}") from error
+    except InvalidArgument as error:
+        raise ConfigError(f"cache.{error}") from error
+    if config.island.device == "cuda":
+        _check_gpu(layout, model if model.latent or drafter is None else drafter)
+    max_model_len = config.model.max_model_len or model.max_length
+    if max_model_len > model.max_length:
+        raise ConfigError(f"model.max_model_len is {max_model_len}; the checkpoint takes at most {model.max_length}")
+    if config.island.device == "cpu":
+        worker = replace(worker, max_model_len=max_model_len)
+        check_memory(worker, layout, agreed_pages(config, (), max_model_len))
+    return max_model_len
+
+
+def _check_drafter(worker: WorkerConfig, model: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig | None:
+    """The model that drafts for `model`, whose tokenizer is given; None where none does. ConfigError for one that
+    cannot."""
+    speculation, folder = worker.speculation, Path(worker.speculation.draft)
+    try:
+        drafter = load_drafter_config(speculation, model)
+        if drafter is None:
+            return None
+        if worker.load_format == "safetensors":
+            check_drafter_weights(Path(worker.model_path), speculation, model, drafter)
+        if speculation.method != "draft_model":
+            return drafter  # its tokens are the target's
+        own = Tokenizer.from_folder(folder)
+    except ModelError as error:
+        raise ConfigError(f"speculation.{'draft' if speculation.draft else 'method'}: {error}") from error
+    if tokenizer is not None and own is not None:
+        if not own.agrees(tokenizer):
+            raise ConfigError(f"speculation.draft is {folder}; a model with the tokenizer of model.path is accepted")
+    elif drafter.vocab_size != model.vocab_size:
+        raise ConfigError(
+            f"speculation.draft is {folder}, with a vocabulary of {drafter.vocab_size}; that of model.path, "
+            f"{model.vocab_size}, is accepted, or tokenizers that show that both are alike"
+        )
+    return drafter
+
+
+def _check_gpu(layout: KVLayout, model: ModelConfig) -> None:
+    """ConfigError unless the kernels of a GPU serve the cache of a layout. model: whose latents it has, if any.
+    StartFailed for a version of FlashInfer that does not serve."""
+    if reason := refused_version():
+        raise StartFailed(reason)
+    try:
+        check_gpu(layout, None if model.latent is None else model.latent.heads)
+    except InvalidArgument as error:
+        raise ConfigError(f"island.device is cuda, which model.path and cache.page_size do not fit: {error}") from error

@@ -178,6 +178,8 @@ def main() -> None:
     if options.device == "cuda" and not torch.cuda.is_available():
         print_skipped("no CUDA GPU")
         return
+    if options.device == "cpu":
+        torch.set_num_threads(1)  # as the worker has
     result: Numbers = {"model": options.model, "batch_tokens": options.batch_tokens}
     roofs = {case: measure_roof(options, case) for case in options.lengths}
     if options.device == "cuda":
@@ -185,7 +187,7 @@ def main() -> None:
     settings = {"scheduler.max_batch_tokens": options.batch_tokens, "cache.prefix_sharing": False}
     settings |= {"model.max_model_len": 8192, "gateway.processes": 1}
     if options.device == "cpu":
-        settings |= {"cache.num_pages": 4096}
+        settings |= {"cache.num_pages": 4096, "island.threads_per_worker": 1}
     processes = LocalProcesses() if options.device == "cpu" else None
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(options.model, Path(folder))

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -283,9 +284,24 @@ def test_clients_that_leave_stop_the_work(folder: Path, oracle: EmbeddingOracle)
         with island.client() as client, pytest.raises(DeadlineExceeded):
             client.embed(inputs, timeout=0.3)
         until(lambda: is_idle(island))
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"http://{island.http}{PATH}", json={"input": inputs}, timeout=0.3, trust_env=False)
+        until(lambda: is_idle(island))
         links = island.gateway._islands.links().values()
         assert all((link.load, link.has_prompts) == (0, False) for link in links)
         same(over_http(island, input=IDS), oracle.embed(IDS))
+
+
+def test_prompts_of_streams_keep_nobody_out(island: Island, oracle: EmbeddingOracle) -> None:
+    """However many tokens of them wait at the worker: it takes turns, and not the gateway."""
+    links = [link for link in island.gateway._islands.links().values() if link.role == "prefill"]
+    for link in links:
+        link.expect_prompt("a long prompt of another request", 1 << 20)
+    try:
+        same(over_http(island, input=IDS), oracle.embed(IDS))
+    finally:
+        for link in links:
+            link.forget_prompt("a long prompt of another request")
 
 
 def test_a_failed_forward_is_tried_again_and_a_broken_model_is_named(

@@ -363,7 +363,7 @@ def test_a_model_folder_that_cannot_be_served(
 ) -> None:
     monkeypatch.setattr(RayProcesses, "start", None)  # nothing is started to find it out
     prepare(tmp_path)
-    code, (error,) = refused(capsys, "--model", str(tmp_path), "--set", "name=bad-model")
+    code, (error, *_) = refused(capsys, "--model", str(tmp_path), "--set", "name=bad-model")
     assert code == 2
     assert error.startswith("tandem: model.path")
     assert named in error
@@ -387,6 +387,7 @@ def test_what_no_kernel_of_a_gpu_serves(
     monkeypatch.setattr(RayProcesses, "start", None)  # nothing is started to find it out
     two = Driver("580.1", (Gpu("H200", 139 << 30, (9, 0)),) * 2)
     monkeypatch.setattr(preflight, "read_driver", lambda: two)
+    monkeypatch.setattr(preflight, "find_spec", lambda package: package)
     make_checkpoint(tmp_path / "model", arch=arch, size="tiny", seed=3)
     settings = ["name=bad-sizes", "island.device=cuda", "island.transport=nvshmem", f"cache.page_size={page_size}"]
     options = [part for setting in (*settings, "model.dtype=bfloat16") for part in ("--set", setting)]
@@ -407,6 +408,7 @@ def test_what_kernels_of_a_gpu_serve_is_not_refused(
 
     monkeypatch.setattr(RayProcesses, "start", start)
     monkeypatch.setattr(preflight, "read_driver", lambda: Driver("580.1", (Gpu("H200", 139 << 30, (9, 0)),) * 2))
+    monkeypatch.setattr(preflight, "find_spec", lambda package: package)
     make_checkpoint(tmp_path / "model", arch=arch, size="tiny", seed=3)
     settings = ["name=fitting", "island.device=cuda", "island.transport=nvshmem", "model.dtype=bfloat16"]
     options = [part for setting in settings for part in ("--set", setting)]

@@ -25,7 +25,7 @@ class Lifts:
     """
 
     def __init__(self, engine: Engine, most_bytes: MostBytes, is_sharing: Callable[[PromptSpec], bool]) -> None:
-        """most_bytes: see rates(); of reading and copying. is_sharing: whether a prompt takes prefixes."""
+        """most_bytes: as in Admission, of what is read and then copied. is_sharing: whether a prompt takes prefixes."""
         self._engine, self._most_bytes, self._is_sharing = engine, most_bytes, is_sharing
         self._under_way: deque[Lift] = deque()
 

@@ -162,7 +162,7 @@ class StepLoop:
             ),
         )
         token_bytes, total = self.engine.layout.token_bytes, sum(used for used, _ in tiers)
-        prices = ((used, (most and min(token_bytes / max(most, 1), 1.0)) or 0.0) for used, most in tiers)
+        prices = ((used, 0.0 if most is None else min(token_bytes / max(most, 1), 1.0)) for used, most in tiers)
         return sum(used * price for used, price in prices) / max(total, 1)
 
     def _most_bytes(self) -> int | None:

@@ -65,11 +65,16 @@ class Adapters:
         self._unused = list(range(weights.num_slots))  # slots that no sequence uses, the longest unused one first
         self._users: dict[int, bytes] = {}  # the adapter of each sequence, without those that are parked
         self._parked: dict[int, bytes] = {}
+        self.changes = 0  # so far, of what is held or resident; any thread may read it
 
     @property
     def rows(self) -> AdapterRows:
         """By which the model's layers know the slots of a forward's rows."""
         return self._weights.rows
+
+    def warm_up(self) -> None:
+        """What the device prepares at first use, no step then waits for."""
+        self._weights.compile()
 
     # What is held
 
@@ -102,6 +107,7 @@ class Adapters:
         if found.digest != digest:
             raise AdapterNotHeld(digest)
         del self._reading[number]
+        self.changes += 1
         known = self._held.get(digest)
         if known is None:
             self._held[digest] = _Held(name, found, place)
@@ -110,16 +116,15 @@ class Adapters:
             known.name, known.removed = name, False
 
     def drop(self, number: int) -> None:
-        """What was read is not wanted. Waits for the reading. Idempotent."""
+        """What was read, or is being read, is not wanted. Idempotent."""
         if (reading := self._reading.pop(number, None)) is not None:
-            _, place, future = reading
-            future.exception()
-            self._places.append(place)
+            self._places.append(reading[1])  # whoever reads into it next does so afterwards, in the same thread
 
     def remove(self, digest: bytes) -> None:
         """No new sequence may use the adapter. Its memory is free once those that do have ended. Idempotent."""
         if (held := self._held.get(digest)) is not None:
             held.removed = True
+            self.changes += 1
             self._free_if_unused(digest)
 
     @property
@@ -224,6 +229,7 @@ class Adapters:
         if (before := self._slots[slot]) is not None:
             self._held[before].slot = None
         self._slots[slot], held.slot = digest, slot
+        self.changes += 1
         source, target = self._host[held.place], self._weights.memory[slot]
         if self._copies is None:
             target.copy_(source)

@@ -69,6 +69,7 @@ class Engine(StoreCalls, AdapterActions):
         runner = self._runner
         if wanted.warm_up:
             runner.warm_up()
+            self._warm_up_adapters()
         if wanted.steps:
             runner.capture_steps(wanted.steps)
         if wanted.prompts:

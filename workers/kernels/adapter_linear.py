@@ -1,5 +1,6 @@
 """What LoRA adapters add to a product, each row by an adapter of its own."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,4 +35,14 @@ class AdapterKernels(Protocol):
         slot stay as they are. Sums are float32, and rounded once. What one row's adapter holds changes no other row,
         even where that is not finite.
         """
+        ...
+
+    def add_to(self, product: Callable[[], Tensor], x: Tensor, matrices: AdapterMatrices, slots: Tensor) -> Tensor:
+        """product(), whose rows are contiguous, and behind it add(); in a graph, a part of add() beside it."""
+        y = product()
+        self.add(y, x, matrices, slots)
+        return y
+
+    def compile(self, matrices: AdapterMatrices) -> None:
+        """Whatever add() needs of kernels for such matrices and any number of rows: later no step waits for it."""
         ...

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -106,10 +107,9 @@ class AdaptedProjection(Projection):
         return self._base.streamed_gemm
 
     def linear(self, x: Tensor) -> Tensor:
-        y = self._base.linear(x)
-        if (slots := self._rows.slots) is not None:
-            self._kernels.add(y, x, self._matrices, slots)
-        return y
+        if (slots := self._rows.slots) is None:
+            return self._base.linear(x)
+        return self._kernels.add_to(partial(self._base.linear, x), x, self._matrices, slots)
 
     def in_parts(self, x: Tensor) -> Tensor:
         return self._base.in_parts(x) if self._rows.slots is None else self.linear(x)
@@ -136,6 +136,13 @@ class AdaptedWeights:
     memory: Tensor  # [S, numbers], a slot for each adapter, in the model's dtype
     rank: int  # R, the largest of an adapter
     rows: AdapterRows
+    matrices: tuple[AdapterMatrices, ...]  # of all weights
+
+    def compile(self) -> None:
+        """Kernels for products of all shapes."""
+        kernels = choose_adapter_kernels(self.memory.device)
+        for one in {(one.a.shape, one.b.shape, len(one.ends)): one for one in self.matrices}.values():
+            kernels.compile(one)
 
     @property
     def num_slots(self) -> int:

@@ -183,11 +183,17 @@ def test_drafts_are_verified_with_the_adapter(made: Made) -> None:
 
 
 def test_the_watch_tells_of_adapters(made: Made, workers: Workers) -> None:
-    digest = workers.load("a", made.folders[0])
+    """Also of an idle worker."""
     watch = workers.decode.Watch(worker_pb2.WatchRequest(epoch=EPOCH), timeout=20)
-    assert (first := next(watch)).adapters == digest
-    assert not first.resident_adapters
+    assert not next(watch).adapters
+    digest = workers.load("a", made.folders[0])
+    loaded = next(watch)
+    assert (loaded.adapters, loaded.resident_adapters) == (digest, b"")
     workers.generate("r", PROMPT, digest)
-    while next(watch).resident_adapters != digest:
+    while (report := next(watch)).resident_adapters != digest:
         pass
+    workers.remove(digest)
+    while (report := next(watch)).adapters:
+        pass
+    assert not report.resident_adapters
     watch.cancel()

@@ -41,7 +41,7 @@ def naive(y: Tensor, x: Tensor, matrices: AdapterMatrices, slots: Tensor) -> Ten
     seed=st.integers(0, 1 << 20),
     rows=st.sampled_from([1, 3, 16, 17, 70]),
     num_slots=st.integers(1, 4),
-    rank=st.sampled_from([4, 8, 16, 24]),
+    rank=st.sampled_from([4, 8, 16, 24, 40]),
     widths=st.lists(st.integers(1, 150), min_size=1, max_size=3),
     columns=st.sampled_from([40, 130, 600]),
 )
@@ -74,3 +74,11 @@ def test_numbers_that_are_not_finite_stay_with_their_rows(kernels: TorchAdapters
     finite = slots < 1
     torch.testing.assert_close(y[finite].double(), wanted[finite], rtol=1e-4, atol=1e-3)
     assert not y[~finite].isfinite().any()
+
+
+def test_kernels_are_compiled_by_rows_of_no_slot() -> None:
+    matrices = matrices_of(2, 8, (20, 33), 600, torch.Generator().manual_seed(0))
+    before = matrices.a.clone(), matrices.b.clone()
+    TritonAdapters().compile(matrices)
+    assert torch.equal(matrices.a, before[0])
+    assert torch.equal(matrices.b, before[1])

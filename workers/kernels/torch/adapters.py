@@ -23,3 +23,6 @@ class TorchAdapters(AdapterKernels):
                 b = matrices.b[slot, begin:end].float()
                 added[:, begin:end] += low[:, part * rank : (part + 1) * rank] @ b.T
             y.index_copy_(0, rows, added.to(y.dtype))
+
+    def compile(self, matrices: AdapterMatrices) -> None:
+        """Nothing."""

@@ -7,6 +7,8 @@ rows; a prompt's blocks have one slot, and programs of others end at once.
     x [T, K] ── a[slot] [P·R, K] ──► low [splits, T, P·R] ── b[slot] [N, R] ──► y [T, N] +=
 """
 
+from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,8 +21,9 @@ from tandem.workers.kernels.adapter_linear import AdapterKernels, AdapterMatrice
 LEAST = 16  # rows and columns that a tensor core multiplies
 MOST_ROWS = 64  # of a block
 PROGRAMS = 256  # about as many as keep a GPU's memory busy
-DEPTHS = 128, 32  # columns at once: at most, at least
-TILE_BYTES = 48 << 10  # of x and a at once. Triton loads three of them ahead
+DEPTH = 128  # columns of x at once, at most
+TILE_BYTES = 16 << 10  # of a, at once
+WIDTH = 64  # rows of a that a program multiplies
 COLUMNS = 128  # of y that a program adds to
 
 
@@ -29,18 +32,32 @@ class TritonAdapters(AdapterKernels):
 
     def add(self, y: Tensor, x: Tensor, matrices: AdapterMatrices, slots: Tensor) -> None:
         """See AdapterKernels."""
-        rows, depth = x.shape
-        if not rows:
-            return
-        (num_slots, low_columns, _), rank = matrices.a.shape, matrices.rank
-        block = max(LEAST, min(MOST_ROWS, triton.next_power_of_2(rows)))
+        if x.shape[0]:
+            self._add(y, self._shrink(x, matrices, slots), matrices, slots)
+
+    def add_to(self, product: Callable[[], Tensor], x: Tensor, matrices: AdapterMatrices, slots: Tensor) -> Tensor:
+        """See AdapterKernels. In a graph, x · Aᵀ is computed on a stream of its own, beside the product."""
+        if not x.is_cuda or not torch.cuda.is_current_stream_capturing():
+            return super().add_to(product, x, matrices, slots)
+        current, side = torch.cuda.current_stream(x.device), side_stream(x.device)
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            low = self._shrink(x, matrices, slots)
+        y = product()
+        current.wait_stream(side)
+        self._add(y, low, matrices, slots)
+        return y
+
+    def _shrink(self, x: Tensor, matrices: AdapterMatrices, slots: Tensor) -> Tensor:
+        """Parts of x · Aᵀ, float32 [splits, T, P·R]. Rows without an adapter hold anything."""
+        (rows, depth), (num_slots, low_columns, _) = x.shape, matrices.a.shape
+        block = block_of(rows)
         row_blocks = triton.cdiv(rows, block)
-        width = max(LEAST, triton.next_power_of_2(low_columns))
-        step = num_columns((block + width) * x.element_size())
-        splits = num_splits(depth // (2 * step), row_blocks * num_slots)
+        splits = num_splits(depth, row_blocks * num_slots)
         low = torch.empty((splits, rows, low_columns), dtype=torch.float32, device=x.device)
-        precision = "ieee" if x.dtype == torch.float32 else "tf32"
-        shrink: Any = _shrink[(row_blocks, num_slots, splits)]
+        width = max(LEAST, min(WIDTH, triton.next_power_of_2(low_columns)))
+        column_blocks, step = triton.cdiv(low_columns, width), min(DEPTH, TILE_BYTES // (width * x.element_size()))
+        shrink: Any = _shrink[(row_blocks, num_slots * column_blocks, splits)]
         shrink(
             x=x,
             a=matrices.a,
@@ -48,18 +65,24 @@ class TritonAdapters(AdapterKernels):
             low=low,
             rows=rows,
             depth=depth,
-            split=triton.cdiv(triton.cdiv(depth, splits), step) * step,
+            split=triton.cdiv(triton.cdiv(depth, splits), DEPTH) * DEPTH,
+            column_blocks=column_blocks,
             x_row=x.stride(0),
             a_slot=matrices.a.stride(0),
             LOW=low_columns,
             BLOCK=block,
             WIDTH=width,
             DEPTH=step,
-            PRECISION=precision,
+            PRECISION=precision_of(x),
             num_warps=4,
         )
-        columns = y.shape[1]
-        expand: Any = _expand[(row_blocks, triton.cdiv(columns, COLUMNS))]
+        return low
+
+    def _add(self, y: Tensor, low: Tensor, matrices: AdapterMatrices, slots: Tensor) -> None:
+        """y += low · Bᵀ. low: what _shrink() gives."""
+        (rows, columns), rank = y.shape, matrices.rank
+        block = block_of(rows)
+        expand: Any = _expand[(triton.cdiv(rows, block), triton.cdiv(columns, COLUMNS))]
         expand(
             low=low,
             b=matrices.b,
@@ -68,48 +91,67 @@ class TritonAdapters(AdapterKernels):
             ends=matrices.on_device,
             rows=rows,
             columns=columns,
-            num_slots=num_slots,
+            num_slots=matrices.a.shape[0],
             y_row=y.stride(0),
             b_slot=matrices.b.stride(0),
-            SPLITS=splits,
-            LOW=low_columns,
+            SPLITS=low.shape[0],
+            LOW=low.shape[2],
             RANK=rank,
             WIDTH=max(LEAST, triton.next_power_of_2(rank)),
             PARTS=len(matrices.ends),
             BLOCK=block,
             COLUMNS=COLUMNS,
-            PRECISION=precision,
+            PRECISION=precision_of(y),
             num_warps=4,
         )
 
+    def compile(self, matrices: AdapterMatrices) -> None:
+        """See AdapterKernels. By rows of no slot, which take no memory."""
+        (num_slots, _, depth), columns, rows, splits = matrices.a.shape, matrices.ends[-1], LEAST, 0
+        like = {"dtype": matrices.a.dtype, "device": matrices.a.device}
+        while splits != 1 or rows <= MOST_ROWS:
+            x, y = (torch.zeros(1, size, **like).expand(rows, -1) for size in (depth, columns))
+            self.add(y, x, matrices, torch.full((rows,), -1, device=x.device))
+            splits, rows = num_splits(depth, triton.cdiv(rows, MOST_ROWS) * num_slots), 2 * rows
+        torch.zeros(1, device=matrices.a.device).item()  # errors are raised here
 
-def num_columns(column_bytes: int) -> int:
-    """How many columns a program multiplies at once, of which each takes so many bytes."""
-    most, least = DEPTHS
-    while most > least and most * column_bytes > TILE_BYTES:
-        most //= 2
-    return most
+
+@lru_cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Of all products of a device: they follow one another."""
+    return torch.cuda.Stream(device)
 
 
-def num_splits(most: int, programs: int) -> int:
-    """Into how many parts, `most` at most, the columns are cut for which there are so many programs: a power of 2."""
-    wanted = max(1, min(most, PROGRAMS // programs))
+def block_of(rows: int) -> int:
+    """Rows that a program has."""
+    return max(LEAST, min(MOST_ROWS, triton.next_power_of_2(rows)))
+
+
+def precision_of(x: Tensor) -> str:
+    return "ieee" if x.dtype == torch.float32 else "tf32"
+
+
+def num_splits(depth: int, programs: int) -> int:
+    """Into how many parts the columns are cut for which there are so many programs: a power of 2."""
+    most = max(1, depth // (2 * DEPTH))
+    wanted = min(most, max(1, PROGRAMS // programs))
     return 1 << (wanted.bit_length() - 1)
 
 
 @triton.jit(do_not_specialize=["rows"])  # it differs from prompt to prompt
 def _shrink(
-    x, a, slots, low, rows, depth, split, x_row, a_slot,
+    x, a, slots, low, rows, depth, split, column_blocks, x_row, a_slot,
     LOW: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A block of rows · some columns of one slot's a. low gets the rows of this slot; others are another program's, or
-    nobody's."""
-    slot, part = tl.program_id(1), tl.program_id(2)
+    """A block of rows · some columns of WIDTH rows of one slot's a. low gets the rows of this slot; others are another
+    program's, or nobody's."""
+    slot, part = tl.program_id(1) // column_blocks, tl.program_id(2)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = row < rows
     own = there & (tl.load(slots + row, mask=there, other=-1) == slot)
     if tl.sum(own.to(tl.int32), 0) > 0:  # pyright: ignore[reportOperatorIssue]
-        column, step = tl.arange(0, WIDTH), tl.arange(0, DEPTH)
+        column = tl.program_id(1) % column_blocks * WIDTH + tl.arange(0, WIDTH)
+        step = tl.arange(0, DEPTH)
         begin = part * split
         end = tl.minimum(begin + split, depth)
         x_at = x + row[:, None].to(tl.int64) * x_row + step[None, :]

@@ -63,7 +63,7 @@ def adapt(config: ModelConfig, parameters: DecoderParameters, num_slots: int, ra
     sizes, numbers = _measure(config, ordered, rank)
     device, dtype = parameters.embedding.device, config.dtype
     memory, rows = torch.zeros(num_slots, numbers, dtype=dtype, device=device), AdapterRows()
-    parts: dict[str, AdaptedPart] = {}
+    parts, matrices = dict[str, AdaptedPart](), list[AdapterMatrices]()
 
     def adapted(weight: Weight) -> Weight:
         assert isinstance(weight, Ordered)
@@ -76,10 +76,11 @@ def adapt(config: ModelConfig, parameters: DecoderParameters, num_slots: int, ra
         for index, (name, order) in enumerate(of.parts):
             begins = of.a + index * rank * weight.columns, of.b + (of.ends[index] - order.numel()) * rank
             parts[name] = AdaptedPart(name, order.numel(), weight.columns, *begins, order)
-        return Adapted(weight.base, weight.order, AdapterMatrices(a, b, of.ends, ends), rows)
+        matrices.append(AdapterMatrices(a, b, of.ends, ends))
+        return Adapted(weight.base, weight.order, matrices[-1], rows)
 
     changed = _change(ordered, adapted)
-    return dataclasses.replace(changed, adapted=AdaptedWeights(parts, memory, rank, rows))
+    return dataclasses.replace(changed, adapted=AdaptedWeights(parts, memory, rank, rows, tuple(matrices)))
 
 
 def _number_rows(parameters: DecoderParameters) -> DecoderParameters:

@@ -59,17 +59,21 @@ class AdapterOrders:
 
     def take(self, order: AdapterOrder) -> "Future[AdapterSet]":
         """Does not block. Done once all processes know of the change, or TELL_SECONDS later: one that does not answer
-        is stopped, and hears of it when it goes on."""
+        is stopped, and hears of it when it goes on. Who is refused knows what the name stands for instead."""
         outcome: Future[AdapterSet] = Future()
+        refusal: TandemError | None = None
         try:
-            changed = self._book.change(order)
+            self._book.change(order)
         except TandemError as error:
-            outcome.set_exception(error)
-            return outcome
+            refusal = error
+        now = self._book.current
 
         def tell() -> None:
-            wait(self._tell(changed), TELL_SECONDS)
-            outcome.set_result(changed)
+            wait(self._tell(now), TELL_SECONDS)
+            if refusal is None:
+                outcome.set_result(now)
+            else:
+                outcome.set_exception(refusal)
 
         Thread(target=tell, name="adapters", daemon=True).start()
         return outcome

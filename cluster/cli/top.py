@@ -187,7 +187,7 @@ def _table(workers: list[WorkerView]) -> Table:
     }
     tiers = {name: of for name, of in tiers.items() if any(size for _, size in of)}
     adapted = any(one.adapters for one in workers)
-    for name in (*names, *tiers, *["adapters"] * adapted, "prompt tok/s", "decode tok/s", "push MiB/s", "step ms"):
+    for name in (*names, *tiers, *["LoRA"] * adapted, "prompt tok/s", "decode tok/s", "push MiB/s", "step ms"):
         table.add_column(name, justify="left" if name in ("island", "role", "host") else "right")
     for index, one in enumerate(workers):
         role = f"{one.role} ×{one.ranks}" if one.ranks else one.role

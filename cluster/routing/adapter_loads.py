@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from tandem.cluster.adapters.names import ServedNames
 from tandem.cluster.adapters.values import Adapter
-from tandem.cluster.errors import AdapterRefused, InvalidRequest, RequestRefused, WorkerCallError
+from tandem.cluster.errors import AdapterRefused, InvalidRequest, RequestRefused, WorkerCallError, WorkerFull
 from tandem.cluster.routing.islands import Islands
 from tandem.cluster.routing.worker_link import WorkerLink
 from tandem.proto import worker_pb2
@@ -18,6 +18,7 @@ REMOVE_SECONDS = 10.0  # for each worker to forget one: it answers between two s
 LOOK_SECONDS = 1.0  # between two looks at what workers lack
 AGAIN_SECONDS = 5.0  # until a worker that failed is asked again
 STALE_SECONDS = 2 * LOAD_SECONDS  # after so long a held adapter without a name is of no addition under way
+REFUSALS = (RequestRefused, WorkerFull)
 log = logging.getLogger(__name__)
 
 
@@ -65,8 +66,11 @@ class AdapterLoads:
     async def run(self) -> None:
         """Gives workers that come later what they lack, and ends what an addition left behind, until cancelled."""
         while True:
-            await self.bring()
-            await self._end_nameless()
+            try:
+                await self.bring()
+                await self._end_nameless()
+            except Exception:
+                log.exception("workers' adapters could not be looked after")
             self._wake.clear()
             try:
                 await asyncio.wait_for(self._wake.wait(), LOOK_SECONDS)
@@ -78,8 +82,8 @@ class AdapterLoads:
         self._wake.set()
 
     async def bring(self) -> str:
-        """Every worker gets the adapters that it lacks, all workers at a time, each one after another. What failed, in
-        words; empty where nothing did."""
+        """Every worker gets the adapters that it lacks, all workers at a time, each one after another. What workers
+        refused, in words; empty where they did not. What failed else is tried again."""
         wanted = {one.digest: one for one in self._names.adapters.by_name.values()}
         now = self._clock()
         self._failed = {pair: when for pair, when in self._failed.items() if now - when < AGAIN_SECONDS}
@@ -90,7 +94,7 @@ class AdapterLoads:
             and (missing := [wanted[one] for one in wanted.keys() - link.adapters if (link, one) not in self._failed])
         }
         said = await asyncio.gather(*(self._bring_to(link, missing) for link, missing in lacking.items()))
-        return _in_words((link, error) for errors in said for link, error in errors)
+        return _in_words((link, error) for errors in said for link, error in errors if isinstance(error, REFUSALS))
 
     async def _bring_to(
         self, link: WorkerLink, adapters: Sequence[Adapter]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tandem.cluster.cli.samples import Samples
 from tandem.cluster.client.client_messages import GenerateUpdate
 from tandem.cluster.errors import AdapterRefused, InvalidRequest, UnknownModel
 from tests.support.adapters import merged, save_adapter
@@ -119,6 +120,12 @@ def test_models_and_the_cluster_tell_of_them(island: Island, adapted: Adapted) -
         assert {name: (one.workers, one.holding) for name, one in listed.items()} == dict.fromkeys(NAMES, (2, 2))
         for worker in client.cluster_info().islands[0].workers:
             assert {one.digest for one in worker.adapters} == {one.digest for one in listed.values()}
+        over_grpc(island, "a")
+        samples = Samples(client.metrics().text)
+    assert samples.total("tandem:answered_requests_total", by="adapter") > 0
+    assert samples.total("tandem:adapter_sequences", adapter="a") == 0
+    assert samples.total("tandem:worker_adapters", pe="0") == len(NAMES)
+    assert samples.total("tandem:worker_adapter_bytes", pe="1") > 0
 
 
 def test_idle_workers_report_what_they_hold(island: Island, adapted: Adapted) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from tandem.cluster.cli.commands import main
 from tandem.cluster.client import Client
@@ -19,7 +20,7 @@ from tandem.cluster.errors import AdapterRefused, ConfigError, StartFailed, Tand
 from tandem.cluster.supervision.launcher import Cluster
 from tandem.proto import inference_pb2
 from tests.e2e.test_recovery import OVERRIDES, info
-from tests.support.adapters import merged, save_adapter, with_tensors
+from tests.support.adapters import merged, save_adapter
 from tests.support.client_requests import GREEDY, complete, tokens_of
 from tests.support.local_processes import LocalProcesses
 from tests.support.oracle import greedy, load_oracle, random_prompt
@@ -88,8 +89,8 @@ def test_commands_change_what_all_processes_serve(served: Served, capsys: pytest
     assert "first  rank 4" in tandem("adapter", "list")
     tandem("adapter", "add", "second", str(served.root / "second"))
     assert listed(served) == [["first", "second"]] * 12
-    assert re.search(r"adapters .* [12] of 2 resident", tandem("status"))
-    assert re.search(r"adapters", tandem("top", "--once"))
+    assert re.search(r"adapters .* [012] of 2 resident", tandem("status"))
+    assert re.search(r"LoRA", tandem("top", "--once"))
     (first, second) = json.loads(tandem("adapter", "list", "--json"))
     assert (second["name"], second["workers"], second["holding"]) == ("second", 2, 2)
     said = tandem("generate", "--token-ids", ",".join(map(str, PROMPT)), "--adapter", "second", "--json",
@@ -169,7 +170,8 @@ def test_a_start_with_a_folder_that_no_worker_can_serve_fails(small_model: Path,
         folder = save_adapter(oracle, tmp_path / name, LINEAR, rank=rank)
         if name == "other":
             tensor = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
-            with_tensors(folder, {tensor: torch.zeros(3, rank)})
+            path = folder / "adapter_model.safetensors"
+            save_file(load_file(path) | {tensor: torch.zeros(3, rank)}, path)
         settings = SETTINGS | {"adapters.folders": {name: str(folder)}, "model.path": str(small_model)}
         cluster = Cluster(load_config(None, settings), LocalProcesses())
         try:

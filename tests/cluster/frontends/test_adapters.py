@@ -75,6 +75,18 @@ def test_each_route_answers_as_the_adapter(gateway: OpenGateway, root: Path, pat
     assert gateway.worker.computed[-1][0] == b""
 
 
+def test_the_access_log_has_the_adapters_name(model: Path, root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "tandem")
+    options = {"adapters.max_resident": 2, "adapters.allowed_root": str(root), "logging.access": True}
+    with open_gateway(model, options, say=lambda _: 5) as gateway:
+        gateway.worker.adapters[str(root / "red")] = RED
+        load(gateway, "red", root / "red")
+        for name in ("red", gateway.gateway._names.model[0]):
+            answer(gateway.http, COMPLETIONS, **BODY, model=name)
+        names = [record.__dict__["fields"]["model"] for record in caplog.records if record.message == "request"]
+        assert names == ["red", gateway.gateway._names.model[0]]
+
+
 def test_an_unknown_model_is_told_the_names(gateway: OpenGateway, root: Path) -> None:
     load(gateway, "red", root / "red")
     for path, body in TEXTS.items():

@@ -65,7 +65,6 @@ class Adapters:
         self._unused = list(range(weights.num_slots))  # slots that no sequence uses, the longest unused one first
         self._users: dict[int, bytes] = {}  # the adapter of each sequence, without those that are parked
         self._parked: dict[int, bytes] = {}
-        self.changes = 0  # so far, of what is held or resident; any thread may read it
 
     @property
     def rows(self) -> AdapterRows:
@@ -107,7 +106,6 @@ class Adapters:
         if found.digest != digest:
             raise AdapterNotHeld(digest)
         del self._reading[number]
-        self.changes += 1
         known = self._held.get(digest)
         if known is None:
             self._held[digest] = _Held(name, found, place)
@@ -124,7 +122,6 @@ class Adapters:
         """No new sequence may use the adapter. Its memory is free once those that do have ended. Idempotent."""
         if (held := self._held.get(digest)) is not None:
             held.removed = True
-            self.changes += 1
             self._free_if_unused(digest)
 
     @property
@@ -229,7 +226,6 @@ class Adapters:
         if (before := self._slots[slot]) is not None:
             self._held[before].slot = None
         self._slots[slot], held.slot = digest, slot
-        self.changes += 1
         source, target = self._host[held.place], self._weights.memory[slot]
         if self._copies is None:
             target.copy_(source)

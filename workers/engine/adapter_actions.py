@@ -15,6 +15,8 @@ class AdapterActions:
     """See Engine. Ranks and replays read the same folder: an action names it, and the digest of what was there."""
 
     _adapters: Adapters | None
+    adapter_position = 0
+    """Grows with each adapter that new requests may use, or may use no more."""
 
     @action
     def read_adapter(self, number: int, name: str, path: str) -> None:
@@ -28,6 +30,7 @@ class AdapterActions:
         """See Adapters.load."""
         if self._adapters is not None:
             self._adapters.load(number, digest)
+            self.adapter_position += 1
 
     @action
     def drop_adapter(self, number: int) -> None:
@@ -40,16 +43,12 @@ class AdapterActions:
         """See Adapters.remove."""
         if self._adapters is not None:
             self._adapters.remove(digest)
+            self.adapter_position += 1
 
     @property
     def adapters(self) -> tuple[HeldAdapter, ...]:
         """LoRA adapters that the worker holds, the oldest first."""
         return () if self._adapters is None else self._adapters.held
-
-    @property
-    def adapter_changes(self) -> int:
-        """See Adapters.changes. Any thread may read it."""
-        return 0 if self._adapters is None else self._adapters.changes
 
     def holds_adapter(self, digest: bytes) -> bool:
         """See Adapters.holds."""

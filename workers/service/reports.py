@@ -56,7 +56,7 @@ class Reports:
             if self._marks() != self._seen or (stepped and waited >= FIGURES_SECONDS):
                 return
 
-    def _marks(self) -> tuple[int, ...]:
-        """They change when a prefix, a request or an adapter comes or goes."""
-        loop, engine = self._loop, self._loop.engine
-        return engine.prefix_position, loop.num_waiting, loop.num_running, engine.adapter_changes
+    def _marks(self) -> tuple[int, int, int, int]:
+        """They change when a prefix, an adapter or a request comes or goes."""
+        engine, loop = self._loop.engine, self._loop
+        return engine.prefix_position, engine.adapter_position, loop.num_waiting, loop.num_running

@@ -18,6 +18,7 @@ from tests.support.adapted_model import AdaptedModel
 from tests.support.adapter_workers import EPOCH, Workers, expected, serving
 from tests.support.adapters import merged, save_adapter
 from tests.support.checkpoints import make_model, save_checkpoint, sizes_for_ranks
+from tests.support.likely_drafters import make_head, make_llama, make_mtp, make_smaller
 from tests.support.oracle import load_oracle, random_prompt
 from tests.support.prompt_specs import prompt_message
 from tests.support.quantized_checkpoints import SINGLE
@@ -82,6 +83,23 @@ def test_an_adapter_adds_to_quantized_weights(case: str, tmp_path: Path) -> None
     rest = model.steps(dict(enumerate(firsts)), 5)
     wanted = [expected(oracle, adapter, PROMPT) for adapter in (*adapters, None)]
     assert [[first, *row] for first, *row in zip(firsts, *rest, strict=True)] == wanted
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "mtp"])
+def test_the_bases_drafter_drafts_for_an_adapter(method: str, tmp_path: Path) -> None:
+    """Other drafts than the adapter's would be, and the adapter's tokens."""
+    folder = (make_mtp if method == "mtp" else make_llama)(tmp_path / "model")
+    settings: dict[str, Any] = {"speculation.method": method, "speculation.tokens": 3, "model.dtype": "float32"}
+    if method != "mtp":
+        make = make_smaller if method == "draft_model" else make_head
+        settings["speculation.draft"] = str(make(tmp_path / "draft", folder))
+    oracle = load_oracle(folder)
+    adapters = [save_adapter(oracle, tmp_path / str(seed), ("q_proj", "o_proj"), seed=seed) for seed in (1, 2)]
+    with serving(folder, AdapterSettings(2, 4), settings) as workers:
+        for index, (adapter, digest) in enumerate(zip(adapters, load_all(workers, adapters), strict=True)):
+            assert workers.generate(f"r{index}", PROMPT, digest, 16) == expected(oracle, adapter, PROMPT, 16)
+        assert workers.generate("base", PROMPT, b"", 16) == expected(oracle, None, PROMPT, 16)
 
 
 def test_a_parked_request_goes_on_with_its_adapter(tmp_path: Path) -> None:

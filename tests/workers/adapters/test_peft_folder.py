@@ -11,12 +11,14 @@ from safetensors.torch import load_file, save_file
 
 from tandem.workers.adapters.peft_config import PeftConfig
 from tandem.workers.adapters.peft_folder import AdapterReader
+from tandem.workers.checkpoint.errors import UnsupportedFeature
 from tandem.workers.config import AdapterSettings
 from tandem.workers.errors import BadAdapter
 from tandem.workers.models.registry import load_config
 from tandem.workers.models.weights import load_decoder
 from tests.support.adapters import save_for
 from tests.support.checkpoints import save_checkpoint
+from tests.support.encoder_models import save_t5gemma
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 EMBEDDING = "base_model.model.model.embed_tokens"
@@ -183,3 +185,10 @@ def test_weights_that_do_not_fit_are_refused(case: str, reader: AdapterReader, f
     spoil(folder)
     with pytest.raises(BadAdapter, match=reason):
         read(reader, folder)
+
+
+@pytest.mark.parametrize("save", [lambda folder: save_checkpoint("deepseek_v4", folder), save_t5gemma])
+def test_models_that_no_adapter_can_change_are_refused(save: Callable[[Path], object], tmp_path: Path) -> None:
+    save(tmp_path)
+    with pytest.raises(UnsupportedFeature, match=r"adapters.max_resident is 1; for \w+ 0 is accepted"):
+        load_decoder(tmp_path, load_config(tmp_path, "float32"), adapters=AdapterSettings(1, 8))

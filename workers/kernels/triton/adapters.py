@@ -1,10 +1,10 @@
-"""LoRA adapters in two Triton kernels: x · Aᵀ of each row's adapter, in parts of the columns, and · Bᵀ, added to y.
+"""LoRA adapters by Triton: x · Aᵀ of each row's adapter, in parts of the columns, their sum, and · Bᵀ, added to y.
 
 Rows come as they are, in no order of their adapters. A program takes a block of rows and multiplies all of it by a
 slot's matrix; rows of other slots are left out of the result. So a decode step reads each adapter once, whatever its
 rows; a prompt's blocks have one slot, and programs of others end at once.
 
-    x [T, K] ── a[slot] [P·R, K] ──► low [splits, T, P·R] ── b[slot] [N, R] ──► y [T, N] +=
+    x [T, K] ── a[slot] [P·R, K] ──► low [splits, T, P·R] ── Σ ──► [T, P·R] ── b[slot] [N, R] ──► y [T, N] +=
 """
 
 from collections.abc import Callable
@@ -25,6 +25,8 @@ DEPTH = 128  # columns of x at once, at most
 TILE_BYTES = 16 << 10  # of a, at once
 WIDTH = 64  # rows of a that a program multiplies
 COLUMNS = 128  # of y that a program adds to
+FEW_BLOCKS = 4  # of rows: then each slot has programs of its own, which all run at once
+SUMS = 512  # numbers that a program adds up
 
 
 class TritonAdapters(AdapterKernels):
@@ -49,7 +51,8 @@ class TritonAdapters(AdapterKernels):
         return y
 
     def _shrink(self, x: Tensor, matrices: AdapterMatrices, slots: Tensor) -> Tensor:
-        """Parts of x · Aᵀ, float32 [splits, T, P·R]. Rows without an adapter hold anything."""
+        """x · Aᵀ [T, P·R], in the dtype of x where its parts were added up, else float32. Rows without an adapter hold
+        anything."""
         (rows, depth), (num_slots, low_columns, _) = x.shape, matrices.a.shape
         block = block_of(rows)
         row_blocks = triton.cdiv(rows, block)
@@ -76,13 +79,21 @@ class TritonAdapters(AdapterKernels):
             PRECISION=precision_of(x),
             num_warps=4,
         )
-        return low
+        if splits == 1:
+            return low[0]
+        total = torch.empty((rows, low_columns), dtype=x.dtype, device=x.device)
+        size = total.numel()
+        add_up: Any = _add_up[(triton.cdiv(size, SUMS),)]
+        add_up(low, slots, total, size, LOW=low_columns, SPLITS=splits, BLOCK=SUMS)
+        return total
 
     def _add(self, y: Tensor, low: Tensor, matrices: AdapterMatrices, slots: Tensor) -> None:
         """y += low · Bᵀ. low: what _shrink() gives."""
-        (rows, columns), rank = y.shape, matrices.rank
+        (rows, columns), rank, num_slots = y.shape, matrices.rank, matrices.a.shape[0]
         block = block_of(rows)
-        expand: Any = _expand[(triton.cdiv(rows, block), triton.cdiv(columns, COLUMNS))]
+        row_blocks = triton.cdiv(rows, block)
+        each = 1 if row_blocks <= FEW_BLOCKS else num_slots
+        expand: Any = _expand[(row_blocks, triton.cdiv(columns, COLUMNS), triton.cdiv(num_slots, each))]
         expand(
             low=low,
             b=matrices.b,
@@ -91,16 +102,17 @@ class TritonAdapters(AdapterKernels):
             ends=matrices.on_device,
             rows=rows,
             columns=columns,
-            num_slots=matrices.a.shape[0],
+            num_slots=num_slots,
+            each=each,
             y_row=y.stride(0),
             b_slot=matrices.b.stride(0),
-            SPLITS=low.shape[0],
-            LOW=low.shape[2],
+            LOW=low.shape[1],
             RANK=rank,
             WIDTH=max(LEAST, triton.next_power_of_2(rank)),
             PARTS=len(matrices.ends),
             BLOCK=block,
             COLUMNS=COLUMNS,
+            ONE=each == 1,
             PRECISION=precision_of(y),
             num_warps=4,
         )
@@ -166,41 +178,55 @@ def _shrink(
         tl.store(low_at, acc, mask=own[:, None] & (column < LOW)[None, :])
 
 
+@triton.jit(do_not_specialize=["size"])
+def _add_up(low, slots, total, size, LOW: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """total[i] = Σ over s of low[s, i], of rows that have a slot."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    there = (at < size) & (tl.load(slots + at // LOW, mask=at < size, other=-1) >= 0)
+    acc = tl.zeros((BLOCK,), dtype=tl.float32)
+    for split in tl.static_range(SPLITS):  # pyright: ignore[reportGeneralTypeIssues]
+        acc += tl.load(low + split * size + at, mask=there, other=0.0)
+    tl.store(total + at, acc.to(total.dtype.element_ty), mask=there)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _expand(
-    low, b, slots, y, ends, rows, columns, num_slots, y_row, b_slot,
-    SPLITS: tl.constexpr, LOW: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
-    BLOCK: tl.constexpr, COLUMNS: tl.constexpr, PRECISION: tl.constexpr,
+    low, b, slots, y, ends, rows, columns, num_slots, each, y_row, b_slot,
+    LOW: tl.constexpr, RANK: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr, ONE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A block of rows and COLUMNS columns of y: for each slot that has some of the rows, and each part of the columns,
-    the sum of low's parts · b."""
+    """A block of rows and COLUMNS columns of y: for each of `each` slots that has some of the rows, and each part of
+    the columns, low · b. Rows of other slots are another program's, or nobody's. ONE: `each` is 1."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = row < rows
     slot_of = tl.load(slots + row, mask=there, other=-1).to(tl.int32)
-    if tl.sum((slot_of >= 0).to(tl.int32), 0) > 0:  # pyright: ignore[reportOperatorIssue]
+    first_slot = tl.program_id(2) * each
+    last_slot = tl.minimum(first_slot + each, num_slots)
+    mine = (slot_of >= first_slot) & (slot_of < last_slot)
+    if tl.sum(mine.to(tl.int32), 0) > 0:  # pyright: ignore[reportOperatorIssue]
         first = tl.program_id(1) * COLUMNS
         column, rank = first + tl.arange(0, COLUMNS), tl.arange(0, WIDTH)
         y_at = y + row[:, None].to(tl.int64) * y_row + column[None, :]
-        changed = (slot_of >= 0)[:, None] & (column < columns)[None, :]
-        acc = tl.load(y_at, mask=changed, other=0.0).to(tl.float32)
+        changed = mine[:, None] & (column < columns)[None, :]
+        acc = tl.zeros((BLOCK, COLUMNS), dtype=tl.float32)
         begin = 0
         for part in tl.static_range(PARTS):  # pyright: ignore[reportGeneralTypeIssues]
             end = tl.load(ends + part)
             if (begin < first + COLUMNS) & (end > first):
                 low_at = low + row[:, None].to(tl.int64) * LOW + part * RANK + rank[None, :]
-                filled = (slot_of >= 0)[:, None] & (rank < RANK)[None, :]
-                left = tl.zeros((BLOCK, WIDTH), dtype=tl.float32)
-                for split in tl.static_range(SPLITS):  # pyright: ignore[reportGeneralTypeIssues]
-                    left += tl.load(low_at + split * rows * LOW, mask=filled, other=0.0)
-                left = left.to(b.dtype.element_ty)
+                left = tl.load(low_at, mask=mine[:, None] & (rank < RANK)[None, :], other=0.0).to(b.dtype.element_ty)
                 inside = (column >= begin) & (column < end)
-                matrix = b + column[None, :].to(tl.int64) * RANK + rank[:, None]
-                for slot in range(0, num_slots):
-                    own = slot_of == slot
-                    if tl.sum(own.to(tl.int32), 0) > 0:  # pyright: ignore[reportOperatorIssue]
-                        right = tl.load(matrix, mask=inside[None, :] & (rank < RANK)[:, None], other=0.0)
-                        added = tl.dot(left, right, input_precision=PRECISION)
-                        acc += tl.where(own[:, None] & inside[None, :], added, 0.0)
-                    matrix += b_slot
+                matrix = b + first_slot.to(tl.int64) * b_slot + column[None, :].to(tl.int64) * RANK + rank[:, None]
+                filled = inside[None, :] & (rank < RANK)[:, None]
+                if ONE:
+                    acc = tl.dot(left, tl.load(matrix, mask=filled, other=0.0), acc, input_precision=PRECISION)
+                else:
+                    for slot in range(first_slot, last_slot):
+                        own = slot_of == slot
+                        if tl.sum(own.to(tl.int32), 0) > 0:  # pyright: ignore[reportOperatorIssue]
+                            added = tl.dot(left, tl.load(matrix, mask=filled, other=0.0), input_precision=PRECISION)
+                            acc += tl.where(own[:, None] & inside[None, :], added, 0.0)
+                        matrix += b_slot
             begin = end
+        acc += tl.load(y_at, mask=changed, other=0.0).to(tl.float32)
         tl.store(y_at, acc.to(y.dtype.element_ty), mask=changed)

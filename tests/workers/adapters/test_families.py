@@ -16,6 +16,7 @@ GATED = ("gate_proj", "up_proj", "down_proj")
 LATENT = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")
 SHARED = tuple(f"shared_experts.{one}" for one in GATED)
 DENSE = tuple(f"layers.0.mlp.{one}" for one in GATED)
+KDA = ("f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj", "b_proj")
 DELTA = ("in_proj_qkvz", "in_proj_ba", "out_proj")
 FAMILIES: dict[str, tuple[str, ...]] = {
     "llama": ATTENTION + GATED,
@@ -28,7 +29,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "gemma3": ATTENTION + GATED,
     "gemma4": ATTENTION + GATED,
     "glm4_moe": ATTENTION + DENSE + SHARED,
-    "kimi_linear": (*ATTENTION, "kv_a_proj_with_mqa", "b_proj", *DENSE),
+    "kimi_linear": (*ATTENTION, "kv_a_proj_with_mqa", *KDA, *DENSE, *SHARED),
     "llama4": ATTENTION + GATED,
     "mistral": ATTENTION + GATED,
     "mixtral": ATTENTION,
@@ -38,7 +39,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "qwen3_5": (*ATTENTION, *GATED, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
     "seed_oss": ATTENTION + GATED,
 }
-MERGED = ("deepseek_v2", "deepseek_v3", "glm4_moe", "qwen3_next")  # for which see merged()
+MERGED = ("deepseek_v2", "deepseek_v3", "glm4_moe", "kimi_linear", "qwen3_next")  # for which see merged()
 TOKENS = 6
 
 

@@ -24,6 +24,10 @@ USUAL = {  # names that other families have for fields of this one
     "n_shared_experts": "num_shared_experts",
 }
 DENSE = (r"\.block_sparse_moe\.((?:gate|up|down)_proj)\.", r".mlp.\1.")  # transformers saves dense layers so
+MODULES = (  # transformers' modules, by whose names PEFT saves adapters
+    (r"\.self_attn\.forget_gate\.", ".self_attn."),
+    (r"\.mlp\.shared_experts\.", ".block_sparse_moe.shared_experts."),
+)
 PUBLISHED = {LINEAR: "kda_layers", FULL: "full_attn_layers"}  # of linear_attn_config, where the first layer is 1
 
 
@@ -39,7 +43,7 @@ def read_kimi_linear(fields: Fields) -> ModelConfig:
         rope=RopeParameters("none", 0),
         recurrent=_read_delta_attention(fields, config.num_layers),
         moe=dataclasses.replace(config.moe, names=NAMES) if config.moe.layers else None,
-        weight_renames=(DENSE,),
+        weight_renames=(DENSE, *MODULES),
     )
 
 

@@ -17,8 +17,10 @@ def check_folder(folder: Path, max_rank: int) -> int:
     the file and the field."""
     try:
         config = PeftConfig.read(folder)
-    except ModelError as error:
+    except (ModelError, UnicodeDecodeError) as error:
         raise InvalidRequest(str(error)) from None
+    except OSError as error:
+        raise InvalidRequest(f"path is {folder}; it cannot be read: {error.strerror}") from None
     rank = max((config.rank, *config.ranks.values()))
     if rank > max_rank:
         raise InvalidRequest(f"{config.source}: r is {rank}; at most {max_rank} is accepted (adapters.max_rank)")

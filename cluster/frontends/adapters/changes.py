@@ -14,6 +14,7 @@ from tandem.cluster.errors import AdapterRefused, InvalidRequest, Overloaded, Un
 from tandem.cluster.routing.adapter_loads import AdapterLoads
 from tandem.cluster.routing.islands import Islands
 from tandem.proto import admin_pb2, inference_pb2
+from tandem.workers.event_loop import unwatched
 
 MOST_WAITING = 64  # changes of one process; a caller that goes away does not end its own
 AGAIN_SECONDS = 5.0
@@ -35,7 +36,7 @@ class AdapterChanges:
         self._islands = islands
         self._commit = commit
         self._turn = asyncio.Lock()
-        self._under_way: set[asyncio.Task[admin_pb2.ServedAdapter]] = set()
+        self._under_way: set[asyncio.Future[admin_pb2.ServedAdapter]] = set()
 
     async def add(self, name: str, path: str, *, load_inplace: bool = False) -> admin_pb2.ServedAdapter:
         """Returns when requests may name it. Raises InvalidRequest, AdapterRefused, Overloaded and DeadlineExceeded;
@@ -59,7 +60,7 @@ class AdapterChanges:
         if len(self._under_way) >= MOST_WAITING:
             change.close()
             raise Overloaded(f"{MOST_WAITING} changes of adapters wait already, one after another", AGAIN_SECONDS)
-        task = asyncio.ensure_future(change)
+        task = unwatched(asyncio.ensure_future(change))
         self._under_way.add(task)
         task.add_done_callback(self._under_way.discard)
         return await asyncio.shield(task)

@@ -199,7 +199,12 @@ def test_no_worker_hears_of_a_folder_that_cannot_be_served(
     folder = write_folder(root / "other", **fields)
     gateway.worker.adapters[str(folder)] = b"o" * 16
     assert message in refused(load(gateway, "other", folder), 400)["message"]
+    (folder / "adapter_config.json").write_bytes(b"\xff{")
+    assert "adapter_config.json" in refused(load(gateway, "other", folder), 400)["message"]
     (folder / "adapter_config.json").unlink()
+    (folder / "adapter_config.json").mkdir()
+    assert "adapter_config.json" in refused(load(gateway, "other", folder), 400)["message"]
+    (folder / "adapter_config.json").rmdir()
     assert "adapter_config.json" in refused(load(gateway, "other", folder), 400)["message"]
     assert gateway.worker.held == set()
 

@@ -1,15 +1,12 @@
 """What a folder says of its LoRA adapter before any worker has read it."""
 
-from hashlib import blake2b
 from pathlib import Path
 
-from tandem.cluster.adapters.values import DIGEST_BYTES, Adapter
+from tandem.cluster.adapters.values import Adapter
 from tandem.cluster.errors import ConfigError, InvalidRequest
-from tandem.workers.adapters.peft_config import FILE, PeftConfig
+from tandem.workers.adapters.peft_config import WEIGHTS, PeftConfig
 from tandem.workers.checkpoint.errors import ModelError
 from tandem.workers.checkpoint.files import is_there
-
-WEIGHTS = "adapter_model.safetensors"
 
 
 def check_folder(folder: Path, max_rank: int) -> int:
@@ -34,23 +31,12 @@ def read_folder(name: str, folder: Path, max_rank: int) -> Adapter:
 
     Reads the whole file. Imports torch.
     """
-    import torch
-
-    from tandem.workers.checkpoint.safetensors_file import SafetensorsFile, Slice, new_staging
+    from tandem.workers.adapters.peft_tensors import digest_of
 
     try:
-        rank = check_folder(folder, max_rank)
-        digest = blake2b((folder / FILE).read_bytes(), digest_size=DIGEST_BYTES, person=b"peft")
-        staging = new_staging("cpu")
-        with SafetensorsFile(folder / WEIGHTS) as file:
-            for tensor in sorted(file.tensors):  # as AdapterReader digests what it reads
-                stored = torch.empty(file.tensors[tensor].shape, dtype=file.dtype_of(tensor))
-                for part in file.parts(tensor, Slice(stored)):
-                    part.read(staging)
-                digest.update(f"{tensor} {stored.dtype} {tuple(stored.shape)}".encode())
-                digest.update(stored.view(torch.uint8).numpy().data)
+        rank, digest = check_folder(folder, max_rank), digest_of(folder)
     except (ModelError, InvalidRequest) as error:
         raise ConfigError(f"adapters.folders.{name}: {error}") from None
     except OSError as error:
         raise ConfigError(f"adapters.folders.{name} is {folder}; it cannot be read: {error.strerror}") from None
-    return Adapter(name, str(folder), digest.digest(), rank)
+    return Adapter(name, str(folder), digest, rank)

@@ -10,7 +10,7 @@ from typing import Any
 from tandem.workers.checkpoint.errors import InvalidConfig
 from tandem.workers.checkpoint.fields import SHOWN, Fields
 
-FILE = "adapter_config.json"
+FILE, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MAX_ENTRIES = 4096  # of a list or an object
 MAX_PATTERN = 1024  # characters
 MAX_ALPHA = 1e6

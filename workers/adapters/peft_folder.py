@@ -6,28 +6,25 @@ Everything that does not fit the model is refused before a tensor is read.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tandem.cache.plan.prefix_chain import DIGEST_BYTES
-from tandem.workers.adapters.peft_config import FILE, PeftConfig
+from tandem.workers.adapters.peft_config import WEIGHTS, PeftConfig
+from tandem.workers.adapters.peft_tensors import PeftDigest, read_tensor
 from tandem.workers.checkpoint.errors import CheckpointMissing, InvalidConfig, InvalidWeights, ModelError
-from tandem.workers.checkpoint.files import is_there, read_text
-from tandem.workers.checkpoint.safetensors_file import SafetensorsFile, Slice, new_staging
+from tandem.workers.checkpoint.files import is_there
+from tandem.workers.checkpoint.safetensors_file import SafetensorsFile, Slice
 from tandem.workers.errors import BadAdapter
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.sharding import slices_of
 from tandem.workers.models.weights import served_name
 from tandem.workers.weights.adapted import AdaptedPart, AdaptedWeights
 
-WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 MATRIX = re.compile(r"(.+)\.lora_([AB])\.weight")
-MAX_CONFIG_BYTES = 1 << 20
 LISTED = 5  # names in an error
 ENDS = ("embed_tokens", "lm_head", "embeddings", "wte")
 
@@ -63,8 +60,7 @@ class AdapterReader:
             config = PeftConfig.read(folder)
             with SafetensorsFile(_weights_of(folder)) as file:
                 modules = self._modules(config, file)
-                text = read_text(folder / FILE, MAX_CONFIG_BYTES)
-                return self._fill(file, modules, text.encode(), numbers)
+                return self._fill(file, modules, PeftDigest(folder), numbers)
         except (ModelError, UnicodeDecodeError) as error:
             raise BadAdapter(str(error)) from error
         except OSError as error:
@@ -122,17 +118,14 @@ class AdapterReader:
         """The same of a stored B and `b` [n, r]: rows where it has some of the weight's, else all."""
         return slices_of(f"{part.name}.weight", b, self.config, (b.shape[0], b.shape[1]))
 
-    def _fill(self, file: SafetensorsFile, modules: list[Module], text: bytes, numbers: Tensor) -> Found:
-        """text: of the configuration."""
-        digest = blake2b(text, digest_size=DIGEST_BYTES, person=b"peft")
+    def _fill(self, file: SafetensorsFile, modules: list[Module], digest: PeftDigest, numbers: Tensor) -> Found:
         numbers.zero_()
         for one in modules:
             a, b = self.weights.views(one.part, numbers)
             held = torch.empty(one.part.rows, one.rank)
             for name, target, of in ((one.a, a[: one.rank], self._of_a), (one.b, held, self._of_b)):
-                stored = _read(file, name)
-                digest.update(f"{name} {stored.dtype} {tuple(stored.shape)}".encode())
-                digest.update(stored.view(torch.uint8).numpy().data)
+                stored = read_tensor(file, name)
+                digest.add(name, stored)
                 for piece in of(one.part, target):
                     extent = piece.target.shape[piece.dim]
                     piece.target.copy_(stored.narrow(piece.dim, piece.begin, extent))
@@ -164,15 +157,6 @@ def _check(file: SafetensorsFile, name: str, shape: tuple[int, ...]) -> None:
         raise InvalidWeights(f"{file.path}: tensor {name:.200} has shape {list(found)}; {list(shape)} is accepted")
     if not file.dtype_of(name).is_floating_point:
         raise InvalidWeights(f"{file.path}: tensor {name:.200} has {file.dtype_of(name)}; floating point is accepted")
-
-
-def _read(file: SafetensorsFile, name: str) -> Tensor:
-    """The whole tensor, as it is stored."""
-    stored = torch.empty(file.tensors[name].shape, dtype=file.dtype_of(name))
-    staging = new_staging("cpu")
-    for part in file.parts(name, Slice(stored)):
-        part.read(staging)
-    return stored
 
 
 def _listing(names: list[str]) -> str:

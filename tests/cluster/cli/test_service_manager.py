@@ -28,7 +28,7 @@ def environ(listener: socket.socket, **more: str) -> dict[str, str]:
     return {"NOTIFY_SOCKET": f"@{name[1:].decode()}" if isinstance(name, bytes) else name, **more}
 
 
-@pytest.mark.parametrize("listener", [ABSTRACT], indirect=True)
+@pytest.mark.parametrize("listener", [ABSTRACT], ids=["abstract"], indirect=True)
 def test_a_socket_in_the_abstract_namespace(listener: socket.socket) -> None:
     manager = ServiceManager.from_environ(environ(listener))
     manager.status("reading weights")

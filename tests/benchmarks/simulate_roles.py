@@ -175,9 +175,9 @@ class Worker:
             True,
             self.pending,
             len(self.rows) + len(self.arriving),
-            self.token_seconds,
-            PROMPT_RATE,
-            self.pace.prompt_rate(len(self.rows), positions) if self.rows else 0.0,
+            token_seconds=self.token_seconds,
+            prompt_rate=PROMPT_RATE,
+            prompt_rate_beside_rows=self.pace.prompt_rate(len(self.rows), positions) if self.rows else 0.0,
         )
 
 

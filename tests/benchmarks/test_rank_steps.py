@@ -71,8 +71,7 @@ def sums_of(rank: ThreadRank, kind: str, monkeypatch: pytest.MonkeyPatch) -> lis
 
     monkeypatch.setattr(rank, "sum", counted)
     positions = ROWS * (CONTEXT + AHEAD)
-    sizes = {"sequences": ROWS, "length": CONTEXT, "chunk": CHUNK, "positions": positions}
-    bench = ModelBench(TINY[kind], "cpu", **sizes, ranks=rank)
+    bench = ModelBench(TINY[kind], "cpu", sequences=ROWS, length=CONTEXT, chunk=CHUNK, positions=positions, ranks=rank)
     assert bench.prompt(PROMPT, CHUNK) > 0
     assert bench.decode(np.full(ROWS, CONTEXT)) > 0
     with bench.stored(np.full(ROWS, CONTEXT)) as ids:

@@ -73,8 +73,10 @@ def _reduce_timed(timed: Prompt | SpeculativePrompt) -> tuple[Any, ...]:
     return copyreg.__newobj__, (type(timed),), state  # type: ignore[attr-defined]
 
 
-def _spec(token_ids: np.ndarray, salt: bytes, length: int, border: int, whole: bool, *rest: int) -> PromptSpec:
-    return PromptSpec(token_ids, salt, EncoderPrompt(length, border), None, whole, *rest)
+def _spec(
+    token_ids: np.ndarray, salt: bytes, length: int, border: int, whole: bool, num_output: int, priority: int
+) -> PromptSpec:
+    return PromptSpec(token_ids, salt, EncoderPrompt(length, border), None, whole, num_output, priority)
 
 
 def _reduce_spec(spec: PromptSpec) -> tuple[Any, ...]:

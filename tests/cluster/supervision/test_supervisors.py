@@ -12,6 +12,7 @@ import pytest
 from tandem.cluster.config.cluster_config import ClusterConfig, load_config
 from tandem.cluster.config.sections import RecoverySection
 from tandem.cluster.errors import ProcessEnded, StartFailed, TandemError, WorkerLost
+from tandem.cluster.frontends.orders import Order
 from tandem.cluster.peers.table import Column, GatewayTable, open_table
 from tandem.cluster.routing.membership import Membership
 from tandem.cluster.scaling import ScaleOrder, ScaleOutcome, Shape
@@ -602,7 +603,8 @@ class SupervisedGateway:
             self.failure.set_result,
         )
 
-    def _scale(self, order: ScaleOrder) -> Future[ScaleOutcome]:
+    def _scale(self, order: Order) -> Future[ScaleOutcome]:
+        assert isinstance(order, ScaleOrder)
         self.orders.append(order)
         outcome: Future[ScaleOutcome] = Future()
         outcome.set_result(ScaleOutcome("i", 2, Shape(1, 1), 2, 0, 0, 0.0))

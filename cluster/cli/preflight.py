@@ -63,7 +63,9 @@ def check_host(config: ClusterConfig, *, own_ray: bool, beside: Set[int] = froze
     """
     check_model(config)
     of_gpus = _check_gpus(config, read_driver(), replaces=bool(beside))
-    findings = [*of_gpus, *too_many_workers(config), *_check_packages(config)] if own_ray else []
+    findings = [*of_gpus, *too_many_workers(config)] if own_ray else []
+    if own_ray and not findings:
+        findings += _check_packages(config)
     if findings:
         raise ConfigError("\n".join(findings))
     config.security.server.check()

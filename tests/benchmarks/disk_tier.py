@@ -7,8 +7,6 @@ write, read    bytes a second through DiskPages, checksums included. to_file: ÷
 checksums      bytes a second on one core: of a page's sum, and of what could be in its place.
 """
 
-import argparse
-import json
 import mmap
 import os
 import time
@@ -22,6 +20,8 @@ import numpy as np
 
 from tandem.cache.store.disk.disk_pages import DiskPages, DiskSpace, Reading
 from tandem.cache.store.disk.entries import Entry, PageSum, words_of
+from tests.benchmarks.options import benchmark_parser
+from tests.benchmarks.results import print_result
 
 SECONDS = 600.0
 ROUNDS = 20
@@ -83,7 +83,7 @@ def checksum_rates(page: np.ndarray) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = benchmark_parser(__file__, __doc__)
     parser.add_argument("--folder", type=Path, help="on the disk; default: a new one for temporary files")
     parser.add_argument("--page-bytes", type=int, default=2 << 20, help="a multiple of 4096")
     parser.add_argument("--pages", type=int, default=256)
@@ -97,7 +97,7 @@ def main() -> None:
         for name, own, other in zip(("write", "read"), of_disk, of_file, strict=True)
     }
     sums = {name: round(value) for name, value in checksum_rates(page).items()}
-    print(json.dumps({"page_bytes": page.size, "pages": options.pages, **found, "checksums": sums}, indent=2))
+    print_result({"page_bytes": page.size, "pages": options.pages, **found, "checksums": sums}, options)
 
 
 if __name__ == "__main__":

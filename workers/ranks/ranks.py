@@ -71,6 +71,10 @@ class SummedProjection:
         return self.linear(x)
 
     @property
+    def is_adapted(self) -> bool:
+        return self._part.is_adapted
+
+    @property
     def streamed_gemm(self) -> StreamedGemm | None:
         return self._part.streamed_gemm
 

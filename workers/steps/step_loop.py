@@ -31,6 +31,7 @@ from tandem.workers.speculation.speculation import Speculation
 from tandem.workers.steps.joint_forward import JointForward, is_joint
 from tandem.workers.steps.lifts import Lifts
 from tandem.workers.wire.lease import Clock
+from tandem.workers.wire.prompt_spec import PromptSpec
 
 
 class Ends(NamedTuple):
@@ -64,8 +65,8 @@ class StepLoop:
         self._retired = retired
         handoff = Handoff(engine, retired, counters, settings, clock)
         price = self._most_bytes
-        self.has_disk = engine.has_disk
-        self.lifts = Lifts(engine, self._most_bytes_read, lambda prompt: settings.sharing and not prompt.whole)
+        self.has_disk, self._shares = engine.has_disk, settings.sharing
+        self.lifts = Lifts(engine, self._most_bytes_read, self._may_lift)
         speculative = SpeculativePrefill(engine, retired, ids, settings, clock, price)
         speculated = settings.speculation
         speculation = Speculation(ends.drafter, engine, speculated.tokens, speculated.max_step_tokens, counters)
@@ -176,6 +177,10 @@ class StepLoop:
         """The same of pages that are first read from a disk."""
         most_bytes, copies, reads = self._most_bytes(), self.engine.copy_rate, self.engine.disk_rate
         return int(most_bytes * reads / (copies + reads)) if most_bytes is not None and reads else None
+
+    def _may_lift(self, prompt: PromptSpec) -> bool:
+        """Whether the prompt's beginning may come from a disk."""
+        return self._shares and not prompt.whole
 
     def step(self) -> float | None:
         """One step; see Steps."""

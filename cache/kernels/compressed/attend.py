@@ -15,6 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tandem.cache.kernels.compressed.rotate import factors_of, rotate_pairs
 from tandem.cache.kernels.compressed.tokens import TokenPages
 from tandem.cache.kernels.entry_tiling import EntryTiling, choose_tiling
+from tandem.cache.kernels.sizes import cdiv, next_power_of_2
 from tandem.cache.kernels.triton.dependent_launch import launch_options
 from tandem.cache.kernels.triton.tree import add_keys
 from tandem.cache.plan.rope import Rotation
@@ -41,8 +42,8 @@ def attend(
     beside, beside_layer, beside_pages = window if entries is None else entries
     extra = 0 if entries is None else longest if chosen is None else chosen.shape[1]
     tiling = choose_tiling(q, MANY)
-    parts = triton.cdiv(num_heads, tiling.heads)
-    tiles = triton.cdiv(width, tiling.entries) + triton.cdiv(extra, tiling.entries)
+    parts = cdiv(num_heads, tiling.heads)
+    tiles = cdiv(width, tiling.entries) + cdiv(extra, tiling.entries)
     shares = min(tiles, max(1, tiling.programs // (num_tokens * parts)))
     output = torch.empty((num_tokens, num_heads, size), dtype=q.dtype, device=pool.device)
     found, sums = output, output
@@ -67,7 +68,7 @@ def attend(
         merge: Any = _merge[(num_tokens, num_heads)]
         merge(
             *(found, sums, output, cos, sin, pitch, shares, num_heads, num_tokens * shares * num_heads),
-            *(min(SHARES_PER_TILE, triton.next_power_of_2(shares)), triton.next_power_of_2(shares), size, rotated),
+            *(min(SHARES_PER_TILE, next_power_of_2(shares)), next_power_of_2(shares), size, rotated),
             **launch_options(pool.device),
         )
     return output

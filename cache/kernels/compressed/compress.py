@@ -12,6 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tandem.cache.kernels.base import Compression
 from tandem.cache.kernels.compressed.rotate import factors_of, rotate_pairs
 from tandem.cache.kernels.compressed.tokens import NewTokens, TokenPages
+from tandem.cache.kernels.sizes import next_power_of_2
 from tandem.cache.kernels.triton.dependent_launch import launch_options
 from tandem.cache.plan.rope import Rotation
 
@@ -47,7 +48,7 @@ def compress_and_append(
         *(pitch, inputs.stride(0), input_layer * inputs.stride(1), inputs.stride(2)),
         *(entries.stride(0), entry_layer * entries.stride(1), x.eps),
         *(width, begin, size, every, count, halves, rotated, inputs.shape[4], entries.shape[4]),
-        min(POSITIONS_PER_TILE, triton.next_power_of_2(count)),
+        min(POSITIONS_PER_TILE, next_power_of_2(count)),
         **launch_options(entries.device),
     )
     return made

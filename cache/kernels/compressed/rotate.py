@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tandem.cache.kernels.sizes import cdiv, next_power_of_2
 from tandem.cache.kernels.triton.dependent_launch import launch_options
 from tandem.cache.plan.rope import Rotation
 
@@ -23,8 +24,8 @@ def rotate_and_append(
     turned = torch.empty((num_tokens, num_heads, size), dtype=q.dtype, device=pool.device)
     entries = torch.empty((num_tokens, 1, size), dtype=kv.dtype, device=pool.device)
     cos, sin, pitch, rotated = factors_of(rotation, q)
-    heads = min(HEADS_PER_PROGRAM, triton.next_power_of_2(num_heads))
-    kernel: Any = _rotate_and_append[(num_tokens, triton.cdiv(num_heads, heads) + 1)]
+    heads = min(HEADS_PER_PROGRAM, next_power_of_2(num_heads))
+    kernel: Any = _rotate_and_append[(num_tokens, cdiv(num_heads, heads) + 1)]
     kernel(
         *(q, kv, cos, sin, turned, entries, pool, slots, q.stride(0), q.stride(1), kv.stride(0), pitch),
         *(pool.stride(0), layer * pool.stride(1), num_heads, heads, size, rotated, pool.shape[4]),
@@ -39,8 +40,8 @@ def rotate_queries(q: Tensor, rotation: Rotation | None) -> Tensor:
     num_tokens, num_heads, size = q.shape
     turned = torch.empty((num_tokens, num_heads, size), dtype=q.dtype, device=q.device)
     cos, sin, pitch, rotated = factors_of(rotation, q)
-    heads = min(HEADS_PER_PROGRAM, triton.next_power_of_2(num_heads))
-    kernel: Any = _rotate_and_append[(num_tokens, triton.cdiv(num_heads, heads))]
+    heads = min(HEADS_PER_PROGRAM, next_power_of_2(num_heads))
+    kernel: Any = _rotate_and_append[(num_tokens, cdiv(num_heads, heads))]
     kernel(
         *(q, q, cos, sin, turned, turned, turned, turned, q.stride(0), q.stride(1), 0, pitch),
         *(0, 0, num_heads, heads, size, rotated, 1),

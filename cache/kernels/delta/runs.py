@@ -22,6 +22,7 @@ from tandem.cache.kernels.delta.convolution import move_tails
 from tandem.cache.kernels.delta.heads import Heads
 from tandem.cache.kernels.delta.steps import CHANNELS, VALUES, place_in_state, silu_rounded
 from tandem.cache.kernels.recurrent import RecurrentInputs, StateShape
+from tandem.cache.kernels.sizes import cdiv, next_power_of_2
 from tandem.cache.kernels.torch.delta_rule import UNIT_EPS
 from tandem.cache.kernels.triton.dependent_launch import launch_options
 from tandem.cache.plan.arrays import Int64Array
@@ -92,14 +93,14 @@ def again_rows(page: int, count: int) -> list[np.ndarray]:
 def _keep_inputs(
     pool: Tensor, layer: int, x: RecurrentInputs, shape: StateShape, rows: RunRows, kept: KeptInputs
 ) -> None:
-    count, parts, decays = rows.pages.shape[0], triton.cdiv(shape.channels, CHANNELS), math.prod(shape.decays)
+    count, parts, decays = rows.pages.shape[0], cdiv(shape.channels, CHANNELS), math.prod(shape.decays)
     kernel: Any = _run_conv[(count * parts,)]
     kernel(
         *(x.mixed, x.conv, x.conv_bias, x.log_decay, x.strength, *kept, pool),
         *(rows.pages, rows.behind, rows.preceding),
         *(x.mixed.stride(0), x.log_decay.stride(0), x.strength.stride(0), pool.stride(0), layer * pool.stride(1)),
-        *(shape.channels, shape.tail + 1, CHANNELS, decays, triton.next_power_of_2(triton.cdiv(decays, parts))),
-        *(shape.heads, triton.next_power_of_2(shape.heads)),
+        *(shape.channels, shape.tail + 1, CHANNELS, decays, next_power_of_2(cdiv(decays, parts))),
+        *(shape.heads, next_power_of_2(shape.heads)),
         **launch_options(pool.device),
     )
 
@@ -116,16 +117,16 @@ def _advance(
     """Runs the layers in `kept`, of which the first is `layer`. output None: advances only the first token's sequence.
     Its page may be new, so the kernel reads nothing before all earlier work is done."""
     count, heads = rows.pages.shape[0], Heads.of(shape)
-    width = triton.next_power_of_2(heads.value_dim)
+    width = next_power_of_2(heads.value_dim)
     block = min(VALUES, width)
     sequences = 1 if output is None else count
-    programs = sequences * heads.value_heads * triton.cdiv(heads.value_dim, block)
+    programs = sequences * heads.value_heads * cdiv(heads.value_dim, block)
     kernel: Any = _run_rule[(programs, kept.raw.shape[0])]
     kernel(
         *(*kept, skip, output, pool, *rows, count, layer, kept.raw.stride(0), kept.raw.stride(1)),
         *(kept.log_decay.stride(0), kept.strength.stride(0), pool.stride(0), pool.stride(1)),
-        *(heads.scale, UNIT_EPS, heads.state_at, *heads, triton.next_power_of_2(heads.key_dim), width, block),
-        *(triton.next_power_of_2(count), output is not None),
+        *(heads.scale, UNIT_EPS, heads.state_at, *heads, next_power_of_2(heads.key_dim), width, block),
+        *(next_power_of_2(count), output is not None),
         **({"PDL": False} if output is None else launch_options(pool.device)),
     )
 

@@ -14,6 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem.cache.kernels.delta.heads import Heads
 from tandem.cache.kernels.recurrent import RecurrentInputs, StateShape
+from tandem.cache.kernels.sizes import cdiv, next_power_of_2
 from tandem.cache.kernels.torch.delta_rule import UNIT_EPS
 from tandem.cache.kernels.triton.dependent_launch import launch_options
 
@@ -42,17 +43,17 @@ def step_states(
     count, device, heads = rows.pages.shape[0], pool.device, Heads.of(shape)
     mixed = torch.empty((count, shape.channels), dtype=x.mixed.dtype, device=device)
     place = pool.stride(0), layer * pool.stride(1)
-    kernel: Any = _step_conv[(count * triton.cdiv(shape.channels, CHANNELS),)]
+    kernel: Any = _step_conv[(count * cdiv(shape.channels, CHANNELS),)]
     kernel(
         *(x.mixed, x.conv, x.conv_bias, mixed, pool, *rows, x.mixed.stride(0), *place),
         *(shape.channels, shape.tail + 1, CHANNELS, rows.tokens is None),
         **launch_options(device),
     )
-    block = min(VALUES, triton.next_power_of_2(heads.value_dim))
-    kernel = _step_rule[(count * heads.value_heads * triton.cdiv(heads.value_dim, block),)]
+    block = min(VALUES, next_power_of_2(heads.value_dim))
+    kernel = _step_rule[(count * heads.value_heads * cdiv(heads.value_dim, block),)]
     kernel(
         *(mixed, x.log_decay, x.strength, x.skip, output, pool, *rows, x.log_decay.stride(0), x.strength.stride(0)),
-        *(*place, heads.scale, UNIT_EPS, heads.state_at, *heads, triton.next_power_of_2(heads.key_dim), block),
+        *(*place, heads.scale, UNIT_EPS, heads.state_at, *heads, next_power_of_2(heads.key_dim), block),
         rows.tokens is None,
         **launch_options(device),
     )

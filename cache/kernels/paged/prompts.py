@@ -15,6 +15,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem.cache.kernels.scoring import Scoring
+from tandem.cache.kernels.sizes import cdiv, next_power_of_2
 from tandem.cache.kernels.triton.dependent_launch import launch_options
 from tandem.cache.kernels.triton.tree import add_keys, add_sink, end_softmax, load_entries
 from tandem.cache.plan.arrays import Int32Array, IntArray, ragged_range
@@ -87,8 +88,8 @@ def attend_tiles(
     output = torch.zeros_like(q) if padded else torch.empty_like(q)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if with_lse else None
     group = q.shape[1] // num_kv_heads
-    heads = min(triton.next_power_of_2(group), MOST_HEADS)
-    kernel: Any = _attend_tiles[(tiles.shape[0], num_kv_heads * triton.cdiv(group, heads))]
+    heads = min(next_power_of_2(group), MOST_HEADS)
+    kernel: Any = _attend_tiles[(tiles.shape[0], num_kv_heads * cdiv(group, heads))]
     kernel(
         *(pool, q, output, lse, sinks, fp8_scales, tiles, kv_indices),
         *(pool.stride(0), layer * pool.stride(1), scoring.scale, scoring.softcap or 0.0),

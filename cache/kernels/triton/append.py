@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tandem.cache.kernels.sizes import cdiv, next_power_of_2
 from tandem.cache.kernels.triton.dependent_launch import launch_options
 from tandem.cache.kernels.triton.fp8 import quantise
 from tandem.cache.plan.rope import Rotation
@@ -57,11 +58,11 @@ def append(
     q_out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     k_out = torch.empty(k.shape, dtype=k.dtype, device=k.device) if keep_k else k
     rotary_dim = head_dim if rotation is None else rotation.cos.shape[-1]
-    half_block = triton.next_power_of_2(rotary_dim // 2)
-    rest_block = triton.next_power_of_2(head_dim - rotary_dim) if rotary_dim < head_dim else 0
+    half_block = next_power_of_2(rotary_dim // 2)
+    rest_block = next_power_of_2(head_dim - rotary_dim) if rotary_dim < head_dim else 0
     cos, sin = (q, q) if rotation is None else (rotation.cos, rotation.signed_sin)
-    heads = min(HEADS_PER_PROGRAM, triton.next_power_of_2(max(num_q_heads, num_kv_heads)))
-    q_parts, kv_parts = triton.cdiv(num_q_heads, heads), triton.cdiv(num_kv_heads, heads)
+    heads = min(HEADS_PER_PROGRAM, next_power_of_2(max(num_q_heads, num_kv_heads)))
+    q_parts, kv_parts = cdiv(num_q_heads, heads), cdiv(num_kv_heads, heads)
     kernel: Any = _append[(num_tokens * (q_parts + kv_parts),)]
     kernel(
         *(q, k, v, q_out, k_out, cos, sin, pool, targets.slots, targets.peer_rows, fp8_factors),

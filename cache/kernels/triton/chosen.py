@@ -13,6 +13,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem.cache.kernels.entry_tiling import EntryTiling, choose_tiling
+from tandem.cache.kernels.sizes import cdiv
 from tandem.cache.kernels.triton.dependent_launch import launch_options
 from tandem.cache.kernels.triton.fp8 import load_quantized
 from tandem.cache.kernels.triton.index_scores import SeenPages
@@ -78,9 +79,9 @@ def _attend(
     tiling = choose_tiling(q, MANY)
     if fp8 is not None:
         tiling = tiling._replace(warps=FP8_WARPS)
-    parts, tiles = triton.cdiv(num_heads, tiling.heads), triton.cdiv(most, tiling.entries)
-    tiles_each = triton.cdiv(tiles, min(tiles, max(1, tiling.programs // (num_tokens * parts))))
-    shares = triton.cdiv(tiles, tiles_each)
+    parts, tiles = cdiv(num_heads, tiling.heads), cdiv(most, tiling.entries)
+    tiles_each = cdiv(tiles, min(tiles, max(1, tiling.programs // (num_tokens * parts))))
+    shares = cdiv(tiles, tiles_each)
     output = torch.empty((num_tokens, num_heads, rank), dtype=q.dtype, device=pool.device)
     found, sums = output, output
     if shares > 1:
@@ -98,7 +99,7 @@ def _attend(
         **launch_options(pool.device),
     )
     if shares > 1:
-        merge: Any = _merge[(num_tokens, triton.cdiv(num_heads, HEADS_PER_MERGE))]
+        merge: Any = _merge[(num_tokens, cdiv(num_heads, HEADS_PER_MERGE))]
         merge(
             *(found, sums, output, shares, num_heads, num_tokens * shares * num_heads),
             *(HEADS_PER_MERGE, rank),

@@ -14,6 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.scoring import Scoring
+from tandem.cache.kernels.sizes import next_power_of_2
 from tandem.cache.kernels.triton.decode_merge import LOG2E, leave
 from tandem.cache.kernels.triton.decode_plan import ENTRY, DecodePlan, choose_tiling, tile_rows
 from tandem.cache.kernels.triton.dependent_launch import launch_options
@@ -96,12 +97,12 @@ def decode(
         GROUP=group,
         PACK=pack,
         ROWS=of_tile,
-        FEW_ROWS=triton.next_power_of_2(group * pack),
+        FEW_ROWS=next_power_of_2(group * pack),
         HEAD_DIM=head_dim,
         HALF=rotary_dim // 2,
         PAGE_SIZE=page_size,
         BLOCK=tiling.block,
-        MOST_SPLITS=triton.next_power_of_2(plan.most_splits),
+        MOST_SPLITS=next_power_of_2(plan.most_splits),
         CAPPED=scoring.softcap is not None,
         SINKS=sinks is not None,
         READ=k is None,

@@ -15,6 +15,7 @@ from torch import Tensor
 from tandem.cache.kernels.base import DeviceTables
 from tandem.cache.kernels.fp8_entries import Fp8Entries
 from tandem.cache.kernels.scoring import Scoring
+from tandem.cache.kernels.sizes import next_power_of_2
 
 LEAST_ROWS = 16  # of a tensor core's tile
 PROGRAMS = 256  # that a step is shared out over at most, two a multiprocessor: more cost more to merge than they bring
@@ -94,7 +95,7 @@ class DecodePlan:
 
 def tile_rows(group: int) -> int:
     """Of q in a program's tile, for groups of so many q heads."""
-    return max(LEAST_ROWS, triton.next_power_of_2(group))
+    return max(LEAST_ROWS, next_power_of_2(group))
 
 
 def choose_tiling(plan: DecodePlan, head_dim: int, fp8: Fp8Entries | None) -> Tiling:
@@ -123,8 +124,8 @@ def schedule_splits(plan: DecodePlan, pool: Tensor, scoring: Scoring, fp8: Fp8En
         plan.schedule,
         rows,
         entries,
-        ROWS=triton.next_power_of_2(rows),
-        MOST=triton.next_power_of_2(plan.most_splits),
+        ROWS=next_power_of_2(rows),
+        MOST=next_power_of_2(plan.most_splits),
         PAGE_SIZE=page_size,
         BLOCK=tiling.block,
         WINDOW=scoring.window or 0,

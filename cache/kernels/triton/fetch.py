@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.cache.kernels.sizes import cdiv
+
 BLOCK, WARPS = 512, 8  # int64 numbers of a program at a time: 16 bytes a thread
 MOST_PROGRAMS = 64
 
@@ -16,7 +18,7 @@ def fetch(arrived: Tensor, on_device: Tensor, finished: Tensor, fetched: Tensor)
     arrived: int64 [2 + m], of whole 16 bytes: filling, how many pairs of numbers there are, then these. on_device:
     int64 [n], as many at least. finished: int32 [1], zero before and after. fetched: int64 [1], pinned.
     """
-    programs = min(triton.cdiv(on_device.shape[0], BLOCK), MOST_PROGRAMS)
+    programs = min(cdiv(on_device.shape[0], BLOCK), MOST_PROGRAMS)
     kernel: Any = _fetch[(programs,)]
     kernel(arrived, on_device, finished, fetched, BLOCK=BLOCK, num_warps=WARPS)
 

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tandem.cache.kernels.sizes import next_power_of_2
 from tandem.cache.kernels.triton.dependent_launch import launch_options
 from tandem.cache.plan.kv_scales import Fp8Rows
 
@@ -25,8 +26,8 @@ def gather(
     kernel: Any = _gather[(slots.shape[0],)]
     kernel(
         *(pool, slots, rows, fp8_scales, pool.stride(0), layer * pool.stride(1)),
-        *(page_size, head_dim, planes * heads, triton.next_power_of_2(planes * heads)),
-        *(triton.next_power_of_2(head_dim), fp8_scales is not None),
+        *(page_size, head_dim, planes * heads, next_power_of_2(planes * heads)),
+        *(next_power_of_2(head_dim), fp8_scales is not None),
         **launch_options(pool.device),
     )
     return rows
@@ -42,8 +43,8 @@ def gather_rows(pool: Tensor, layer: int, slots: Tensor, fp8: Fp8Rows) -> Tensor
     kernel: Any = _gather_rows[(slots.shape[0],)]
     kernel(
         *(pool, slots, rows, pool.stride(0), layer * pool.stride(1)),
-        *(pool.shape[4], fp8.num_bytes, fp8.quantized, triton.next_power_of_2(fp8.quantized), fp8.group_columns),
-        *(fp8.num_groups, others, triton.next_power_of_2(max(others, 1))),
+        *(pool.shape[4], fp8.num_bytes, fp8.quantized, next_power_of_2(fp8.quantized), fp8.group_columns),
+        *(fp8.num_groups, others, next_power_of_2(max(others, 1))),
         **launch_options(pool.device),
     )
     return rows

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tandem.cache.kernels.sizes import cdiv, next_power_of_2
 from tandem.cache.kernels.triton.dependent_launch import launch_options
 from tandem.cache.plan.kv_scales import Fp8Rows
 
@@ -42,12 +43,12 @@ def score_positions(
     """
     num_tokens, num_heads, width = q.shape
     scores = torch.empty((num_tokens, longest), dtype=torch.float32, device=pool.device)
-    shares = min(triton.cdiv(longest, POSITIONS_PER_TILE), max(1, PROGRAMS // num_tokens))
+    shares = min(cdiv(longest, POSITIONS_PER_TILE), max(1, PROGRAMS // num_tokens))
     kernel: Any = _score[(num_tokens, shares)]
     kernel(
         *(q, weights, pool, seen.lengths, seen.firsts, seen.kv_indices, scores),
         *(q.stride(0), q.stride(1), pool.stride(0), layer * pool.stride(1), longest, num_heads),
-        *(max(LEAST, triton.next_power_of_2(num_heads)), width, max(LEAST, triton.next_power_of_2(width))),
+        *(max(LEAST, next_power_of_2(num_heads)), width, max(LEAST, next_power_of_2(width))),
         *(pool.shape[4], pool.shape[5], POSITIONS_PER_TILE, fp8 is not None),
         **launch_options(pool.device),
     )

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tandem.cache.kernels.sizes import cdiv, next_power_of_2
 from tandem.cache.kernels.triton.append import AppendTargets, load_parts, store_parts
 from tandem.cache.kernels.triton.dependent_launch import launch_options
 from tandem.cache.kernels.triton.fp8 import power_of_two, quantise
@@ -45,15 +46,15 @@ def append_latents(
     entries = torch.empty((num_tokens, 1, row), dtype=pool.dtype, device=pool.device) if keep else None
     group = 0 if fp8 is None else fp8.group_columns
     cos, sin = (keys, keys) if rotation is None else (rotation.cos, rotation.signed_sin)
-    heads = min(HEADS_PER_PROGRAM, triton.next_power_of_2(num_heads))
-    q_parts = 0 if rotation is None else triton.cdiv(num_heads, heads)
+    heads = min(HEADS_PER_PROGRAM, next_power_of_2(num_heads))
+    q_parts = 0 if rotation is None else cdiv(num_heads, heads)
     kernel: Any = _append_latents[(num_tokens * (q_parts + 1),)]
     kernel(
         *(q, latents, keys, cos, sin, entries, pool, targets.slots, targets.peer_rows),
         *(q.stride(0), q.stride(1), latents.stride(0), keys.stride(0), cos.stride(0), sin.stride(0)),
         *(pool.stride(0), layer * pool.stride(1), num_heads),
-        *(q_parts, heads, width - rotated, pool.shape[4], rank, triton.next_power_of_2(rank)),
-        *(rotated // 2, triton.next_power_of_2(rotated // 2), keep, targets.peer_rows is not None),
+        *(q_parts, heads, width - rotated, pool.shape[4], rank, next_power_of_2(rank)),
+        *(rotated // 2, next_power_of_2(rotated // 2), keep, targets.peer_rows is not None),
         *(row, 16 if fp8 is None else math.gcd(16, row), group, fp8 is not None and fp8.quantized > rank),
         **launch_options(pool.device),
     )

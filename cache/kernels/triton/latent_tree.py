@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tandem.cache.kernels.sizes import cdiv
 from tandem.cache.kernels.triton.dependent_launch import launch_options
 from tandem.cache.kernels.triton.tree import (
     NODES_PER_TILE,
@@ -37,7 +38,7 @@ def attend_latent_trees(
     """
     page_size, width = pool.shape[4:]
     num_heads, rank = q.shape[1], q.shape[2]
-    kernel: Any = _attend_latent_trees[(tiles.tiles.shape[0] // TILE_FIELDS, triton.cdiv(num_heads, HEADS_PER_TILE))]
+    kernel: Any = _attend_latent_trees[(tiles.tiles.shape[0] // TILE_FIELDS, cdiv(num_heads, HEADS_PER_TILE))]
     kernel(
         *(pool, q, rotated, context, lse, tiles.tiles, tiles.slots, tiles.masks, tiles.edges),
         *(pool.stride(0), layer * pool.stride(1)),

@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tandem.cache.kernels.sizes import cdiv, next_power_of_2
 from tandem.cache.kernels.triton.dependent_launch import launch_options
 
 HEADS_PER_PROGRAM = 8
@@ -27,11 +28,11 @@ def merge_parts(of_own: Part, of_shared: Part, begins: Tensor, found_in: Tensor,
     assert own_lse is not None
     assert shared_lse is not None
     num_rows, num_heads, head_dim = own.shape
-    heads = min(HEADS_PER_PROGRAM, triton.next_power_of_2(num_heads))
-    kernel: Any = _merge[(num_rows, triton.cdiv(num_heads, heads))]
+    heads = min(HEADS_PER_PROGRAM, next_power_of_2(num_heads))
+    kernel: Any = _merge[(num_rows, cdiv(num_heads, heads))]
     kernel(
         *(own, own_lse, shared, shared_lse, begins, found_in, own_lse if sinks is None else sinks),
-        *(num_heads, head_dim, heads, triton.next_power_of_2(head_dim)),
+        *(num_heads, head_dim, heads, next_power_of_2(head_dim)),
         SINKS=sinks is not None,
         **launch_options(own.device),
     )

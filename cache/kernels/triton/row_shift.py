@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem.cache.kernels.base import DeviceTables
+from tandem.cache.kernels.sizes import cdiv
 
 BLOCK = 128
 
@@ -14,7 +15,7 @@ BLOCK = 128
 def shift_rows(tables: DeviceTables, shift: Tensor, page_size: int) -> None:
     """See tandem.cache.kernels.torch.row_shift."""
     rows = shift.shape[0]
-    kernel: Any = _shift[(triton.cdiv(rows, BLOCK),)]
+    kernel: Any = _shift[(cdiv(rows, BLOCK),)]
     kernel(
         slots=tables.slots,
         indptr=tables.kv_indptr,

@@ -13,6 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem.cache.kernels.base import DeviceTables
 from tandem.cache.kernels.scoring import Scoring
+from tandem.cache.kernels.sizes import next_power_of_2
 from tandem.cache.kernels.triton.dependent_launch import launch_options
 from tandem.cache.kernels.triton.tree import add_keys, add_sink, end_softmax
 from tandem.cache.plan.rope import Rotation
@@ -46,7 +47,7 @@ def attend_sliding(
         *(pool, q.contiguous(), output, sinks, fp8_scales, None if rotation is None else rotation.table),
         *(tables.kv_indptr, tables.kv_indices, tables.kv_last_page_len, tables.sliding),
         *(rows, pool.stride(0), layer * pool.stride(1), scoring.scale, scoring.softcap or 0.0),
-        *(num_kv_heads, group, max(LEAST_ROWS, triton.next_power_of_2(group)), page_size, head_dim),
+        *(num_kv_heads, group, max(LEAST_ROWS, next_power_of_2(group)), page_size, head_dim),
         *(0 if rotation is None else rotation.table.shape[2], KEYS_PER_TILE),
         *(scoring.softcap is not None, sinks is not None, fp8_scales is not None),
         **launch_options(pool.device),

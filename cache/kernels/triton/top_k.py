@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tandem.cache.kernels.sizes import cdiv
 from tandem.cache.kernels.triton.dependent_launch import launch_options
 from tandem.cache.kernels.triton.top_k_chunks import (
     DIGIT,
@@ -35,7 +36,7 @@ def choose_top(scores: Tensor, lengths: Tensor, top_k: int) -> Tensor:
 
     scores: float32 [n, m], rows contiguous; lengths: int32 [n].
     """
-    num_rows, blocks = scores.shape[0], triton.cdiv(scores.shape[1], SCORES_AT_ONCE)
+    num_rows, blocks = scores.shape[0], cdiv(scores.shape[1], SCORES_AT_ONCE)
     chunks = min(blocks, MOST_CHUNKS, PROGRAMS // max(num_rows, 1))
     if blocks > LONG and chunks > 1:
         return choose_in_chunks(scores, lengths, top_k, chunks)

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tandem.cache.kernels.sizes import next_power_of_2
 from tandem.cache.kernels.triton.dependent_launch import launch_options
 
 SCORES_AT_ONCE = 2048
@@ -33,7 +34,7 @@ def choose_in_chunks(scores: Tensor, lengths: Tensor, top_k: int, num_chunks: in
     counts = torch.empty((num_rows, DIGITS, num_chunks, DIGIT.value), dtype=torch.int32, device=device)
     above = torch.empty((num_rows, DIGITS, num_chunks), dtype=torch.int32, device=device)
     found = torch.empty((num_rows, DIGITS, 2), dtype=torch.int32, device=device)
-    sizes = scores.stride(0), top_k, num_chunks, SCORES_AT_ONCE, triton.next_power_of_2(num_chunks)
+    sizes = scores.stride(0), top_k, num_chunks, SCORES_AT_ONCE, next_power_of_2(num_chunks)
     options = {"num_warps": WARPS, **launch_options(device)}
     for digit in range(DIGITS):
         count: Any = _count[(num_rows, num_chunks)]

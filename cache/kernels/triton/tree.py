@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tandem.cache.kernels.scoring import Scoring
+from tandem.cache.kernels.sizes import cdiv, next_power_of_2
 from tandem.cache.kernels.tree_contexts import TreeContexts, split_contexts
 from tandem.cache.kernels.triton.dependent_launch import launch_options
 from tandem.cache.plan.arrays import ragged_range
@@ -104,8 +105,8 @@ def attend_trees(
     group = q.shape[1] // num_kv_heads
     wide = head_dim >= WIDE
     most, keys = (WIDE_HEADS, WIDE_KEYS) if wide else (HEADS_PER_TILE, KEYS_PER_TILE)
-    heads = min(triton.next_power_of_2(group), most)
-    kernel: Any = _attend_trees[(tiles.tiles.shape[0] // TILE_FIELDS, num_kv_heads * triton.cdiv(group, heads))]
+    heads = min(next_power_of_2(group), most)
+    kernel: Any = _attend_trees[(tiles.tiles.shape[0] // TILE_FIELDS, num_kv_heads * cdiv(group, heads))]
     kernel(
         *(pool, q, context, lse, sinks, fp8_scales, tiles.tiles, tiles.slots, tiles.masks, tiles.edges),
         *(pool.stride(0), layer * pool.stride(1), scoring.scale, scoring.softcap or 0.0),

@@ -58,7 +58,7 @@ def batch(
 
     if requests.exists() and results.exists() and requests.samefile(results):
         raise UsageError(f"IN and OUT are both {requests}; give another file for the results")
-    token = read_token(token_file) if token_file is not None else os.environ.get(API_KEY) or None
+    token = read_token(token_file, "--token-file") if token_file is not None else os.environ.get(API_KEY) or None
     where = url or _http_of(address, token_file, tls_ca, tls_cert, tls_key)
     server = Server.of_url(where, token, tls_context(tls_ca, tls_cert, tls_key))
     urls = _served(server)

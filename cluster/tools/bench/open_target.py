@@ -19,7 +19,7 @@ CONNECTIONS = 4  # of one process to a gateway
 
 def open_target(spec: TargetSpec) -> Target:
     """Raises ConfigError, UsageError."""
-    token = None if spec.token_file is None else read_token(Path(spec.token_file))
+    token = None if spec.token_file is None else read_token(Path(spec.token_file), "--token-file")
     if spec.urls:
         from tandem.cluster.tools.bench.openai import OpenAiTarget
 

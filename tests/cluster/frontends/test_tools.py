@@ -156,7 +156,7 @@ def test_the_template_gets_earlier_calls_and_answers(gateway: OpenGateway, model
         (
             {"tools": [TOOL], "tool_choice": "required", "guided_regex": "a"},
             "tool_choice",
-            "tool_choice is set beside guided_regex; one of them",
+            "tool_choice and guided_regex are both set; only one is accepted",
         ),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "tree"}}}],

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.cache.kernels.sizes import cdiv, next_power_of_2
 from tandem.transfer.regions import Region
 
 ELEMENTS_PER_PROGRAM = 4096
@@ -22,10 +23,10 @@ def push_tokens(pool: Tensor, layer: int, k: Tensor, v: Tensor | None, tokens: T
     lie inside the pool.
     """
     _, _, planes, heads, page_size, head_dim = pool.shape
-    head_pad, dim_pad = triton.next_power_of_2(heads), triton.next_power_of_2(head_dim)
+    head_pad, dim_pad = next_power_of_2(heads), next_power_of_2(head_dim)
     block = max(1, ELEMENTS_PER_PROGRAM // (head_pad * dim_pad))
     values = k if v is None else v
-    kernel: Any = _push_tokens[(triton.cdiv(slots.shape[0], block), planes)]
+    kernel: Any = _push_tokens[(cdiv(slots.shape[0], block), planes)]
     kernel(
         *(pool, k, values, tokens, slots, slots.shape[0], k.stride(0), values.stride(0)),
         *(pool.stride(0), layer * pool.stride(1)),
@@ -36,9 +37,9 @@ def push_tokens(pool: Tensor, layer: int, k: Tensor, v: Tensor | None, tokens: T
 def push_slots(source: Tensor, target: Tensor, source_slots: Tensor, target_slots: Tensor) -> None:
     """All layers of source_slots (int32 [n]) of one pool to target_slots of another; both inside."""
     _, layers, planes, heads, page_size, head_dim = source.shape
-    rows, dim_pad = layers * planes * heads, triton.next_power_of_2(head_dim)
-    block = min(max(1, ELEMENTS_PER_PROGRAM // dim_pad), triton.next_power_of_2(rows))
-    kernel: Any = _push_slots[(source_slots.shape[0], triton.cdiv(rows, block))]
+    rows, dim_pad = layers * planes * heads, next_power_of_2(head_dim)
+    block = min(max(1, ELEMENTS_PER_PROGRAM // dim_pad), next_power_of_2(rows))
+    kernel: Any = _push_slots[(source_slots.shape[0], cdiv(rows, block))]
     kernel(source, target, source_slots, target_slots, rows, page_size, head_dim, dim_pad, block)
 
 
@@ -52,7 +53,7 @@ def push_heads(source: Tensor, target: Tensor, source_pages: Tensor, target_page
     first = region.layers.start * source.stride(1) + region.heads.start * source.stride(3)
     peer_first = region.peer_layers.start * target.stride(1) + region.peer_heads.start * target.stride(3)
     rows = region.num_layers * planes
-    kernel: Any = _push_spans[(source_pages.shape[0], rows, triton.cdiv(span, ELEMENTS_PER_PROGRAM))]
+    kernel: Any = _push_spans[(source_pages.shape[0], rows, cdiv(span, ELEMENTS_PER_PROGRAM))]
     kernel(
         *(source, target, source_pages, target_pages, first, peer_first, span),
         *(source.stride(0), source.stride(2), target.stride(0), target.stride(2), ELEMENTS_PER_PROGRAM),

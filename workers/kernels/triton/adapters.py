@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.cache.kernels.sizes import cdiv, next_power_of_2
 from tandem.workers.kernels.adapter_linear import AdapterKernels, AdapterMatrices
 
 LEAST = 16  # rows and columns that a tensor core multiplies
@@ -55,11 +56,11 @@ class TritonAdapters(AdapterKernels):
         anything."""
         (rows, depth), (num_slots, low_columns, _) = x.shape, matrices.a.shape
         block = block_of(rows)
-        row_blocks = triton.cdiv(rows, block)
+        row_blocks = cdiv(rows, block)
         splits = num_splits(depth, row_blocks * num_slots)
         low = torch.empty((splits, rows, low_columns), dtype=torch.float32, device=x.device)
-        width = max(LEAST, min(WIDTH, triton.next_power_of_2(low_columns)))
-        column_blocks, step = triton.cdiv(low_columns, width), min(DEPTH, TILE_BYTES // (width * x.element_size()))
+        width = max(LEAST, min(WIDTH, next_power_of_2(low_columns)))
+        column_blocks, step = cdiv(low_columns, width), min(DEPTH, TILE_BYTES // (width * x.element_size()))
         shrink: Any = _shrink[(row_blocks, num_slots * column_blocks, splits)]
         shrink(
             x=x,
@@ -68,7 +69,7 @@ class TritonAdapters(AdapterKernels):
             low=low,
             rows=rows,
             depth=depth,
-            split=triton.cdiv(triton.cdiv(depth, splits), DEPTH) * DEPTH,
+            split=cdiv(cdiv(depth, splits), DEPTH) * DEPTH,
             column_blocks=column_blocks,
             x_row=x.stride(0),
             a_slot=matrices.a.stride(0),
@@ -83,7 +84,7 @@ class TritonAdapters(AdapterKernels):
             return low[0]
         total = torch.empty((rows, low_columns), dtype=x.dtype, device=x.device)
         size = total.numel()
-        add_up: Any = _add_up[(triton.cdiv(size, SUMS),)]
+        add_up: Any = _add_up[(cdiv(size, SUMS),)]
         add_up(low, slots, total, size, LOW=low_columns, SPLITS=splits, BLOCK=SUMS)
         return total
 
@@ -91,9 +92,9 @@ class TritonAdapters(AdapterKernels):
         """y += low · Bᵀ. low: what _shrink() gives."""
         (rows, columns), rank, num_slots = y.shape, matrices.rank, matrices.a.shape[0]
         block = block_of(rows)
-        row_blocks = triton.cdiv(rows, block)
+        row_blocks = cdiv(rows, block)
         each = 1 if row_blocks <= FEW_BLOCKS else num_slots
-        expand: Any = _expand[(row_blocks, triton.cdiv(columns, COLUMNS), triton.cdiv(num_slots, each))]
+        expand: Any = _expand[(row_blocks, cdiv(columns, COLUMNS), cdiv(num_slots, each))]
         expand(
             low=low,
             b=matrices.b,
@@ -108,7 +109,7 @@ class TritonAdapters(AdapterKernels):
             b_slot=matrices.b.stride(0),
             LOW=low.shape[1],
             RANK=rank,
-            WIDTH=max(LEAST, triton.next_power_of_2(rank)),
+            WIDTH=max(LEAST, next_power_of_2(rank)),
             PARTS=len(matrices.ends),
             BLOCK=block,
             COLUMNS=COLUMNS,
@@ -124,7 +125,7 @@ class TritonAdapters(AdapterKernels):
         while splits != 1 or rows <= MOST_ROWS:
             x, y = (torch.zeros(1, size, **like).expand(rows, -1) for size in (depth, columns))
             self.add(y, x, matrices, torch.full((rows,), -1, device=x.device))
-            splits, rows = num_splits(depth, triton.cdiv(rows, MOST_ROWS) * num_slots), 2 * rows
+            splits, rows = num_splits(depth, cdiv(rows, MOST_ROWS) * num_slots), 2 * rows
         torch.zeros(1, device=matrices.a.device).item()  # errors are raised here
 
 
@@ -136,7 +137,7 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
 
 def block_of(rows: int) -> int:
     """Rows that a program has."""
-    return max(LEAST, min(MOST_ROWS, triton.next_power_of_2(rows)))
+    return max(LEAST, min(MOST_ROWS, next_power_of_2(rows)))
 
 
 def precision_of(x: Tensor) -> str:

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tandem.cache.kernels.sizes import cdiv, next_power_of_2
 from tandem.cache.kernels.triton.dependent_launch import launch_options
 
 HEADS_PER_PROGRAM = 8
@@ -24,7 +25,7 @@ class TritonDelta:
         kernel: Any = _rates[(tokens,)]
         kernel(
             *(b, a, decay, decay_bias, log_decay, beta),
-            *(b.stride(0), b.stride(1), a.stride(0), a.stride(1), each, heads, triton.next_power_of_2(heads)),
+            *(b.stride(0), b.stride(1), a.stride(0), a.stride(1), each, heads, next_power_of_2(heads)),
             **launch_options(b.device),
         )
         return log_decay, beta
@@ -32,12 +33,12 @@ class TritonDelta:
     def gate(self, o: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
         tokens, num_heads, head_dim = o.shape
         output = torch.empty((tokens, num_heads * head_dim), dtype=o.dtype, device=o.device)
-        heads_each = min(HEADS_PER_PROGRAM, triton.next_power_of_2(num_heads))
-        parts = triton.cdiv(num_heads, heads_each)
+        heads_each = min(HEADS_PER_PROGRAM, next_power_of_2(num_heads))
+        parts = cdiv(num_heads, heads_each)
         kernel: Any = _gate[(tokens * parts,)]
         kernel(
             *(o, z, weight, output, z.stride(0), z.stride(1), eps, parts, heads_each, num_heads),
-            *(num_heads // z.shape[1], head_dim, triton.next_power_of_2(head_dim)),
+            *(num_heads // z.shape[1], head_dim, next_power_of_2(head_dim)),
             **launch_options(o.device),
         )
         return output

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.cache.kernels.sizes import next_power_of_2
 from tandem.workers.kernels.base import FOLLOWS, Entered, EnteringRows, FollowingRows, Histories
 from tandem.workers.sampling.posted_samples import NOT_FINITE
 
@@ -39,7 +40,7 @@ class TritonDraftKernels:
             rows=rows,
             num_sequences=num_sequences,
             capacity=capacity,
-            BLOCK=triton.next_power_of_2(rows),
+            BLOCK=next_power_of_2(rows),
         )
 
     def follow(self, rows: FollowingRows, histories: Histories, max_ngram: int) -> Tensor:
@@ -80,7 +81,7 @@ class TritonDraftKernels:
             capacity=histories.tokens.shape[1],
             FOLLOWS=FOLLOWS,
             NOT_FINITE=NOT_FINITE,
-            BLOCK=triton.next_power_of_2(count),
+            BLOCK=next_power_of_2(count),
         )
         return entered
 
@@ -96,7 +97,7 @@ class TritonDraftKernels:
             rows=rows,
             capacity=histories.tokens.shape[1],
             FOLLOWS=FOLLOWS,
-            BLOCK=triton.next_power_of_2(rows),
+            BLOCK=next_power_of_2(rows),
         )
 
 

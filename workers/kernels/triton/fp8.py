@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tandem.cache.kernels.sizes import cdiv, next_power_of_2
 from tandem.cache.kernels.triton.dependent_launch import launch_options
 from tandem.workers.kernels.base import ScaledLinear
 from tandem.workers.kernels.triton.gemv import TritonGemv
@@ -30,7 +31,7 @@ class Fp8Gemms:
     def __init__(self, weights: ScaledLinear) -> None:
         self._weights = weights
         rows = weights.weight.shape[0]
-        self._counters = torch.zeros(triton.cdiv(rows, LEAST_TILE), dtype=torch.int32, device=weights.weight.device)
+        self._counters = torch.zeros(cdiv(rows, LEAST_TILE), dtype=torch.int32, device=weights.weight.device)
         self._most: int | None = None  # rows of x that are not rounded to 8 bits
         if takes_many_rows(weights):
             self._most = LEAST_TOKENS if rows >= FULL_ROWS else FEW_ROWS
@@ -50,11 +51,11 @@ def quantize_rows(x: Tensor, group: int, multiple: int = 1) -> tuple[Tensor, Ten
     multiple: of the number of rows. Those behind T hold anything.
     """
     rows, columns = x.shape
-    groups, made = columns // group, triton.cdiv(rows, multiple) * multiple
+    groups, made = columns // group, cdiv(rows, multiple) * multiple
     numbers = torch.empty((made, columns), dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty((groups, made), dtype=torch.float32, device=x.device).T
-    at_once = min(GROUPS_AT_ONCE, triton.next_power_of_2(groups))
-    kernel: Any = _quantize_rows[(rows, triton.cdiv(groups, at_once))]
+    at_once = min(GROUPS_AT_ONCE, next_power_of_2(groups))
+    kernel: Any = _quantize_rows[(rows, cdiv(groups, at_once))]
     kernel(
         x=x,
         numbers=numbers,
@@ -64,7 +65,7 @@ def quantize_rows(x: Tensor, group: int, multiple: int = 1) -> tuple[Tensor, Ten
         GROUPS=groups,
         GROUP=group,
         AT_ONCE=at_once,
-        WIDTH=triton.next_power_of_2(group),
+        WIDTH=next_power_of_2(group),
         LEAST=LEAST_SCALE,
         num_warps=4 if at_once * group <= 1024 else 8,
         **launch_options(x.device),
@@ -105,9 +106,9 @@ class Tiling(NamedTuple):
 def few_rows_tiling(weights: ScaledLinear, tokens: int) -> Tiling:
     """By measurement, see decision 0144: programs that read memory fast, with few sums of parts."""
     rows, columns = weights.weight.shape
-    token_block = min(FEW_ROWS, max(LEAST_TOKENS, triton.next_power_of_2(tokens)))
+    token_block = min(FEW_ROWS, max(LEAST_TOKENS, next_power_of_2(tokens)))
     programs, stages = (576, 3) if token_block == LEAST_TOKENS else (256, 4)
-    turns, tiles, steps = triton.cdiv(tokens, token_block), triton.cdiv(rows, LEAST_TILE), columns // STEP
+    turns, tiles, steps = cdiv(tokens, token_block), cdiv(rows, LEAST_TILE), columns // STEP
     splits = max(1, min(programs // tiles, steps // 4, MOST_SPLITS)) if turns == 1 else 1
     return Tiling(token_block, LEAST_TILE, splits, stages)
 
@@ -119,13 +120,13 @@ def few_rows_linear(x: Tensor, weights: ScaledLinear, counters: Tensor, tiling: 
     """
     (rows, columns), tokens = weights.weight.shape, x.shape[0]
     tiling = tiling or few_rows_tiling(weights, tokens)
-    y, turns = x.new_empty((tokens, rows)), triton.cdiv(tokens, tiling.tokens)
+    y, turns = x.new_empty((tokens, rows)), cdiv(tokens, tiling.tokens)
     parts = y
     if tiling.splits > 1:
         parts = torch.empty((tiling.splits, rows, tiling.tokens), dtype=torch.float32, device=x.device)
     groups = weights.scales.shape[1]
     depth = weights.group if groups > 1 else STEP
-    kernel: Any = _few_rows[(triton.cdiv(rows, tiling.rows) * tiling.splits, turns)]
+    kernel: Any = _few_rows[(cdiv(rows, tiling.rows) * tiling.splits, turns)]
     kernel(
         x=x,
         weight=weights.weight,
@@ -142,7 +143,7 @@ def few_rows_linear(x: Tensor, weights: ScaledLinear, counters: Tensor, tiling: 
         TOKENS=tiling.tokens,
         ROWS=tiling.rows,
         DEPTH=depth,
-        STEPS=triton.cdiv(triton.cdiv(columns, depth), tiling.splits),
+        STEPS=cdiv(cdiv(columns, depth), tiling.splits),
         SPLITS=tiling.splits,
         GROUPED=groups > 1,
         ROW_BLOCK=weights.row_block,

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tandem.cache.kernels.sizes import cdiv, next_power_of_2
 from tandem.cache.kernels.triton.dependent_launch import launch_options
 from tandem.workers.kernels.base import Linear, RmsNorm, ScaledLinear
 
@@ -42,7 +43,7 @@ def _launch(
         per_program, block, warps, stages = scaled_tiling(columns, gated)
         if grouped and (scaled.row_block % per_program or rows % per_program):
             per_program = 1  # whose rows would not share scales
-    kernel: Any = _gemv[(triton.cdiv(rows, per_program),)]
+    kernel: Any = _gemv[(cdiv(rows, per_program),)]
     kernel(
         x=x,
         weight=weight,
@@ -78,13 +79,13 @@ def _tiling(columns: int, gated: bool) -> tuple[int, int, int, int]:
     """
     if columns > WHOLE_ROW:
         return (2 if gated else 4), 1024, 4, 3
-    block = triton.next_power_of_2(columns)
+    block = next_power_of_2(columns)
     return (2 if gated or block > 1024 else 4), block, 4, 1
 
 
 def scaled_tiling(columns: int, gated: bool) -> tuple[int, int, int, int]:
     """_tiling() of a weight in 8 bits; by measurement, see decision 0144."""
-    return (2 if gated else 4), triton.next_power_of_2(min(columns, WHOLE_ROW)), 4, 1
+    return (2 if gated else 4), next_power_of_2(min(columns, WHOLE_ROW)), 4, 1
 
 
 @triton.jit

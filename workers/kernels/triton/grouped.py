@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.cache.kernels.sizes import cdiv, next_power_of_2
 from tandem.workers.kernels.base import Linear, ScaledLinear
 from tandem.workers.kernels.expert_blocks import ExpertBlocks
 from tandem.workers.kernels.triton.fp8 import quantize_rows
@@ -29,11 +30,11 @@ def grouped_linear(x: Tensor, weights: Linear, blocks: ExpertBlocks, scale: Tens
     if scaled is not None and quantized:
         x, x_scales = quantize_rows(x, scaled.group if grouped else depth)
     few = rows <= 32
-    column_block = min(64 if few else 128, max(16, triton.next_power_of_2(columns)))
-    depth_block = min(128 if few else 64, max(16, triton.next_power_of_2(depth)))
+    column_block = min(64 if few else 128, max(16, next_power_of_2(columns)))
+    depth_block = min(128 if few else 64, max(16, next_power_of_2(depth)))
     if scaled is not None:
         depth_block = scaled.group if grouped else 128
-    kernel: Any = _grouped_linear[(num_blocks, triton.cdiv(columns, column_block))]
+    kernel: Any = _grouped_linear[(num_blocks, cdiv(columns, column_block))]
     kernel(
         x=x,
         weight=weight,

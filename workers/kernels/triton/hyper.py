@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tandem.cache.kernels.sizes import cdiv, next_power_of_2
 from tandem.cache.kernels.triton.dependent_launch import launch_options
 from tandem.workers.kernels.base import HyperParameters, HyperSettings
 
@@ -39,10 +40,10 @@ class TritonHyperKernels:
     def close(self, streams: Tensor, output: Tensor, post: Tensor, mix: Tensor) -> Tensor:
         num_tokens, num_streams, hidden = streams.shape
         closed, block = torch.empty_like(streams), _block_of(num_tokens, hidden)
-        kernel: Any = _close[(num_tokens, triton.cdiv(hidden, block))]
+        kernel: Any = _close[(num_tokens, cdiv(hidden, block))]
         kernel(
             *(streams, output.contiguous(), post, mix, closed),
-            *(num_streams, triton.next_power_of_2(num_streams), hidden, block),
+            *(num_streams, next_power_of_2(num_streams), hidden, block),
             **launch_options(streams.device),
         )
         return closed
@@ -59,12 +60,12 @@ def _launch_collapse(
     parts, block = _project(streams, parameters.fn), _block_of(num_tokens, hidden)
     collapsed = torch.empty((num_tokens, hidden), dtype=streams.dtype, device=streams.device)
     post, mix = (parts, parts) if weights is None else weights
-    kernel: Any = _collapse[(num_tokens, triton.cdiv(hidden, block) + (weights is not None))]
+    kernel: Any = _collapse[(num_tokens, cdiv(hidden, block) + (weights is not None))]
     kernel(
         *(streams, parts, parameters.base, parameters.scale, collapsed, post, mix),
         *(parts.shape[1], settings.eps, settings.norm_eps, settings.iterations),
-        *(num_streams, triton.next_power_of_2(num_streams), hidden, block),
-        *(triton.next_power_of_2(parts.shape[1]), parameters.fn.shape[0], parts.shape[2], weights is not None),
+        *(num_streams, next_power_of_2(num_streams), hidden, block),
+        *(next_power_of_2(parts.shape[1]), parameters.fn.shape[0], parts.shape[2], weights is not None),
         **launch_options(streams.device),
     )
     return collapsed
@@ -72,7 +73,7 @@ def _launch_collapse(
 
 def _block_of(num_tokens: int, hidden: int) -> int:
     block = HIDDEN_OF_FEW if num_tokens <= MANY else HIDDEN_OF_MANY
-    return min(block, triton.next_power_of_2(hidden))
+    return min(block, next_power_of_2(hidden))
 
 
 def _project(streams: Tensor, fn: Tensor) -> Tensor:
@@ -82,9 +83,9 @@ def _project(streams: Tensor, fn: Tensor) -> Tensor:
     tokens, block = (FEW, COLUMNS_OF_FEW) if num_tokens <= FEW else (MANY, COLUMNS_OF_MANY)
     if streams.dtype != torch.bfloat16:
         tokens, block = FEW, COLUMNS_OF_EXACT
-    tiles, blocks = triton.cdiv(num_tokens, tokens), triton.cdiv(num_columns, block)
-    each = triton.cdiv(blocks, min(blocks, max(1, PROGRAMS // tiles)))
-    splits, rows = triton.cdiv(blocks, each), max(LEAST, triton.next_power_of_2(num_rows + 1))
+    tiles, blocks = cdiv(num_tokens, tokens), cdiv(num_columns, block)
+    each = cdiv(blocks, min(blocks, max(1, PROGRAMS // tiles)))
+    splits, rows = cdiv(blocks, each), max(LEAST, next_power_of_2(num_rows + 1))
     parts = torch.empty((num_tokens, splits, rows), dtype=torch.float32, device=streams.device)
     kernel: Any = _multiply[(tiles, splits)]
     kernel(

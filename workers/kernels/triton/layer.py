@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tandem.cache.kernels.sizes import cdiv, next_power_of_2
 from tandem.cache.kernels.triton.dependent_launch import launch_options
 
 HEADS_PER_PROGRAM = 8
@@ -23,7 +24,7 @@ class TritonLayerKernels:
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         tokens, hidden = x.shape
         output = torch.empty_like(x)
-        block = triton.next_power_of_2(hidden)
+        block = next_power_of_2(hidden)
         kernel: Any = _add_rms_norm[(tokens,)]
         kernel(
             x=x,
@@ -45,8 +46,8 @@ class TritonLayerKernels:
     def norm_heads(self, heads: Tensor, weight: Tensor, eps: float) -> Tensor:
         tokens, num_heads, head_dim = heads.shape
         output = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
-        heads_each = min(HEADS_PER_PROGRAM, triton.next_power_of_2(num_heads))
-        parts = triton.cdiv(num_heads, heads_each)
+        heads_each = min(HEADS_PER_PROGRAM, next_power_of_2(num_heads))
+        parts = cdiv(num_heads, heads_each)
         kernel: Any = _norm_heads[(tokens * parts,)]
         kernel(
             heads=heads,
@@ -58,7 +59,7 @@ class TritonLayerKernels:
             PARTS=parts,
             HEADS=heads_each,
             HEAD_DIM=head_dim,
-            BLOCK=triton.next_power_of_2(head_dim),
+            BLOCK=next_power_of_2(head_dim),
             ROUND=weight.dtype == heads.dtype,
             **launch_options(heads.device),
         )
@@ -67,7 +68,7 @@ class TritonLayerKernels:
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         tokens, width = gate_up.shape
         output = torch.empty((tokens, width // 2), dtype=gate_up.dtype, device=gate_up.device)
-        parts = triton.cdiv(width // 2, SILU_BLOCK)
+        parts = cdiv(width // 2, SILU_BLOCK)
         kernel: Any = _silu_mul[(tokens * parts,)]
         kernel(
             gate_up=gate_up,
@@ -82,7 +83,7 @@ class TritonLayerKernels:
     def clamped_swiglu(self, gate_up: Tensor, *, alpha: float, limit: float) -> Tensor:
         tokens, width = gate_up.shape
         output = torch.empty((tokens, width // 2), dtype=gate_up.dtype, device=gate_up.device)
-        parts = triton.cdiv(width // 2, SILU_BLOCK)
+        parts = cdiv(width // 2, SILU_BLOCK)
         kernel: Any = _clamped_swiglu[(tokens * parts,)]
         kernel(
             gate_up=gate_up,

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.cache.kernels.sizes import cdiv
 from tandem.workers.kernels.base import RuleTables
 from tandem.workers.sampling import logit_rules
 from tandem.workers.sampling.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_BIASED_TOKENS
@@ -31,7 +32,7 @@ class TritonLogits:
     def process(self, logits: Tensor, slots: Tensor, positions: Tensor, tables: RuleTables) -> Tensor:
         rows, vocab = logits.shape
         processed = torch.empty((rows, vocab), dtype=torch.float32, device=logits.device)
-        kernel: Any = _process[(rows, triton.cdiv(vocab, BLOCK))]
+        kernel: Any = _process[(rows, cdiv(vocab, BLOCK))]
         kernel(
             logits=logits,
             slots=slots,

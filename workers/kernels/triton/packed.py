@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.cache.kernels.sizes import cdiv, next_power_of_2
 from tandem.workers.kernels.expert_blocks import ExpertBlocks
 from tandem.workers.kernels.packed_linear import PackedLinear
 
@@ -27,8 +28,8 @@ class TritonPacked:
         if tokens > MANY:
             return _by_scratch(x, weights)
         y = torch.empty(tokens, weights.rows, dtype=x.dtype, device=x.device)
-        width = min(128, max(16, triton.next_power_of_2(tokens)))
-        _launch(x, weights, y, width, triton.cdiv(tokens, width), num_pairs=tokens)
+        width = min(128, max(16, next_power_of_2(tokens)))
+        _launch(x, weights, y, width, cdiv(tokens, width), num_pairs=tokens)
         return y
 
     def grouped(
@@ -57,7 +58,7 @@ def _launch(
     """width: tokens of a block."""
     depth, groups = _depth(weights, 64 if width > 64 else 128)
     outputs = 128 if width > 64 else 32  # of a product without experts few programs would have many
-    kernel: Any = _packed_linear[(triton.cdiv(weights.rows, outputs), num_blocks)]
+    kernel: Any = _packed_linear[(cdiv(weights.rows, outputs), num_blocks)]
     kernel(
         x=x,
         numbers=weights.numbers,
@@ -91,7 +92,7 @@ def _launch(
 
 def _depth(weights: PackedLinear, depth: int) -> tuple[int, tl.constexpr]:
     """Columns of a tile, at most `depth`, and ONE, SEVERAL or LOOKED_UP."""
-    size, depth = weights.group_size, min(depth, max(LEAST_DEPTH, triton.next_power_of_2(weights.columns)))
+    size, depth = weights.group_size, min(depth, max(LEAST_DEPTH, next_power_of_2(weights.columns)))
     if weights.groups is not None:
         return depth, LOOKED_UP
     if weights.scales.shape[-1] == 1 or size % depth == 0:
@@ -109,7 +110,7 @@ def _by_scratch(x: Tensor, weights: PackedLinear) -> Tensor:
     for begin in range(0, weights.rows, count):
         matrix = scratch[: min(count, weights.rows - begin)]
         depth, groups = _depth(weights, 128)
-        kernel: Any = _dequantize[(triton.cdiv(matrix.shape[0], 32), triton.cdiv(weights.columns, depth))]
+        kernel: Any = _dequantize[(cdiv(matrix.shape[0], 32), cdiv(weights.columns, depth))]
         kernel(
             numbers=weights.numbers,
             scales=weights.scales,

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from tandem.cache.kernels.sizes import next_power_of_2
 from tandem.cache.kernels.triton.dependent_launch import launch_options
 from tandem.workers.kernels.expert_blocks import ExpertBlocks, block_bound
 
@@ -32,8 +33,8 @@ def choose_experts(logits: Tensor, top_k: int, *, normalize: bool, scale: float)
         num_experts=num_experts,
         scale=scale,
         TOP_K=top_k,
-        SLOTS=triton.next_power_of_2(top_k),
-        EXPERTS=triton.next_power_of_2(num_experts),
+        SLOTS=next_power_of_2(top_k),
+        EXPERTS=next_power_of_2(num_experts),
         NORMALIZE=normalize,
         num_warps=1 if num_experts <= 256 else 4,
         **launch_options(logits.device),
@@ -56,8 +57,8 @@ def sort_pairs(experts: Tensor, num_experts: int, rows: int) -> ExpertBlocks:
         num_experts=num_experts,
         bound=bound,
         ROWS=rows,
-        PAIRS=triton.next_power_of_2(num_pairs),
-        BLOCKS=triton.next_power_of_2(bound),
+        PAIRS=next_power_of_2(num_pairs),
+        BLOCKS=next_power_of_2(bound),
         CHUNK=CHUNK,
         num_warps=8 if num_pairs > 64 else 4,
         **launch_options(experts.device),

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tandem.cache.kernels.sizes import cdiv, next_power_of_2
 from tandem.workers.kernels.base import SamplingInputs
 from tandem.workers.kernels.triton.sampling import BLOCK as SAMPLE_BLOCK
 from tandem.workers.kernels.triton.sampling import WARPS, sample_tokens
@@ -33,7 +34,7 @@ class TritonSampler:
         rows = tokens.shape[0]
         inputs = torch.empty_like(tokens)
         kernel: Any = _inputs[(1,)]
-        block = triton.next_power_of_2(rows)
+        block = next_power_of_2(rows)
         arrays = {"tokens": tokens, "sources": sources, "last": last, "inputs": inputs}
         kernel(**arrays, rows=rows, NOT_FINITE=NOT_FINITE, BLOCK=block)
         return inputs
@@ -42,7 +43,7 @@ class TritonSampler:
         rows, vocab = logits.shape
         gathered = torch.empty((rows, SAMPLE_BLOCK), dtype=logits.dtype, device=logits.device)
         indices = torch.empty((rows, SAMPLE_BLOCK), dtype=torch.int32, device=logits.device)
-        parts = max(1, min(MAX_PROGRAMS // rows, triton.cdiv(vocab, BLOCK)))
+        parts = max(1, min(MAX_PROGRAMS // rows, cdiv(vocab, BLOCK)))
         kernel: Any = sample_tokens[(rows, parts)]
         kernel(
             logits=logits,

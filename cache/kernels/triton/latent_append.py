@@ -128,7 +128,7 @@ def _store_entry(
         for group in tl.static_range((RANK + GROUP - 1) // GROUP):  # pyright: ignore[reportGeneralTypeIssues]
             mine = (column >= group * GROUP) & (column < tl.minimum((group + 1) * GROUP, RANK))
             numbers = tl.where(mine, latent.to(tl.float32), 0.0)
-            scale, inverse = power_of_two(tl.max(tl.abs(numbers)))
+            scale, inverse = power_of_two(tl.max(tl.abs(numbers)))  # pyright: ignore[reportGeneralTypeIssues]
             tl.store(row + one + column, quantise(numbers, inverse, dtype), mask=mine)
             tl.store((row + RANK).to(tl.pointer_type(tl.float32)) + group, scale)
         others = (row + RANK + 4 * ((RANK + GROUP - 1) // GROUP)).to(tl.pointer_type(key[0].dtype))

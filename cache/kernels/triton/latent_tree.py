@@ -64,7 +64,7 @@ def _attend_latent_trees(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    first, count, first_slot, num_keys, num_before, has_context = read_tile(tiles, FIELDS)
+    first, count, first_slot, num_keys, num_before, has_context = read_tile(tiles, FIELDS)  # pyright: ignore[reportGeneralTypeIssues]
     row = tl.arange(0, NODES * HEADS)
     node, head = row // HEADS, (tl.program_id(1) * HEADS + row % HEADS).to(tl.int64)
     there = (node < count) & (head < num_heads)

@@ -86,6 +86,6 @@ def _choose(
     if length <= top_k:
         write_all(chosen, length, top_k, BLOCK)
     else:
-        least, wanted = _find_least(scores, length, top_k, BLOCK)
+        least, wanted = _find_least(scores, length, top_k, BLOCK)  # pyright: ignore[reportGeneralTypeIssues]
         none = tl.full((), 0, tl.int32)
         write_taken(scores, chosen, 0, length, least, wanted, none, none, BLOCK)

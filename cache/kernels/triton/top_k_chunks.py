@@ -120,7 +120,7 @@ def _count(
     row, own = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length = tl.load(lengths + row)
     if length > top_k:
-        size, used = _chunk_of(length, num_chunks, BLOCK)
+        size, used = _chunk_of(length, num_chunks, BLOCK)  # pyright: ignore[reportGeneralTypeIssues]
         if own < used:
             counts += row * (4 * DIGIT) * num_chunks
             above += row * 4 * num_chunks
@@ -163,7 +163,7 @@ def _write(
         if own == 0:
             write_all(chosen, length, top_k, BLOCK)
     else:
-        size, used = _chunk_of(length, num_chunks, BLOCK)
+        size, used = _chunk_of(length, num_chunks, BLOCK)  # pyright: ignore[reportGeneralTypeIssues]
         if own < used:
             counts += row * (4 * DIGIT) * num_chunks
             above += row * 4 * num_chunks

@@ -199,7 +199,7 @@ def _attend_trees(
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
-    first, count, first_slot, num_keys, num_before, has_context = read_tile(tiles, FIELDS)
+    first, count, first_slot, num_keys, num_before, has_context = read_tile(tiles, FIELDS)  # pyright: ignore[reportGeneralTypeIssues]
     kv_head, part = tl.program_id(1) % KV_HEADS, tl.program_id(1) // KV_HEADS
     row, column = tl.arange(0, NODES * HEADS), tl.arange(0, HEAD_DIM)
     node, in_group = row // HEADS, part * HEADS + row % HEADS

@@ -40,7 +40,7 @@ def sample_tokens(
             )  # fmt: skip
             _post(token, last + row, word, ticket)
     else:
-        best, token = _first_best(logits, part, vocab, parts, BLOCK)
+        best, token = _first_best(logits, part, vocab, parts, BLOCK)  # pyright: ignore[reportGeneralTypeIssues]
         token = tl.where(tl.abs(best) == float("inf"), NOT_FINITE, token)
         if parts == 1:
             _post(token, last + row, word, ticket)
@@ -205,8 +205,8 @@ def _nucleus(row, vocab, cold, best, least, low, above, dropped, gathered, indic
     `dropped` of their weights. Where vocab is more than BLOCK, `gathered` and `indices` are written."""
     left, right, few = low, above, False
     if vocab > BLOCK:
-        left, right, few = _narrow(row, vocab, cold, best, least, low, above, dropped.to(tl.float32), BLOCK)
-    total, below = _sums(row, vocab, cold, best, least, low, left, BLOCK)
+        left, right, few = _narrow(row, vocab, cold, best, least, low, above, dropped.to(tl.float32), BLOCK)  # pyright: ignore[reportGeneralTypeIssues]
+    total, below = _sums(row, vocab, cold, best, least, low, left, BLOCK)  # pyright: ignore[reportGeneralTypeIssues]
     limit = dropped * total - below
     if few:
         _gather(row, vocab, cold, left.to(tl.int32), (right - 1).to(tl.int32), gathered, indices, BLOCK)
@@ -319,7 +319,7 @@ def _invert(row, vocab, cold, best, least, low, target, BLOCK: tl.constexpr):
     """The first token at which the running sum of weights exceeds target; the last that has weight where none does."""
     begin, before = tl.full((), 0, tl.int32), tl.full((), 0.0, tl.float64)  # the sum up to the block
     if vocab > BLOCK:
-        begin, before = _skip(row, vocab, cold, best, least, low, target, BLOCK)
+        begin, before = _skip(row, vocab, cold, best, least, low, target, BLOCK)  # pyright: ignore[reportGeneralTypeIssues]
     found, last = tl.full((), -1, tl.int32), tl.full((), 0, tl.int32)
     while (found < 0) & (begin < vocab):
         weights = _weights(_load(row, begin, vocab, cold, BLOCK), best, least, low).to(tl.float64)

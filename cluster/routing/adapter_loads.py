@@ -5,6 +5,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from weakref import WeakKeyDictionary
 
 from tandem.cluster.adapters.names import ServedNames
 from tandem.cluster.adapters.values import Adapter
@@ -30,7 +31,8 @@ class AdapterLoads:
         self._names = names
         self._clock = clock
         self._wake = asyncio.Event()
-        self._failed: dict[tuple[WorkerLink, bytes], float] = {}  # when
+        self._turns: WeakKeyDictionary[WorkerLink, asyncio.Lock] = WeakKeyDictionary()  # bring()'s, at each worker
+        self._failed: dict[tuple[WorkerLink, bytes], tuple[float, WorkerCallError]] = {}  # when, and how
         self._nameless: dict[tuple[WorkerLink, bytes], float] = {}  # since when
 
     async def load(self, name: str, path: str) -> Adapter:
@@ -86,7 +88,7 @@ class AdapterLoads:
         refused, in words; empty where they did not. What failed else is tried again."""
         wanted = {one.digest: one for one in self._names.adapters.by_name.values()}
         now = self._clock()
-        self._failed = {pair: when for pair, when in self._failed.items() if now - when < AGAIN_SECONDS}
+        self._failed = {pair: failure for pair, failure in self._failed.items() if now - failure[0] < AGAIN_SECONDS}
         lacking = {
             link: missing
             for link in self._islands.links().values()
@@ -99,20 +101,25 @@ class AdapterLoads:
     async def _bring_to(
         self, link: WorkerLink, adapters: Sequence[Adapter]
     ) -> list[tuple[WorkerLink, WorkerCallError]]:
-        failed: list[tuple[WorkerLink, WorkerCallError]] = []
-        for adapter in adapters:
-            if not self._names.adapters.has_digest(adapter.digest):
-                continue  # removed meanwhile
-            try:
-                await link.load_adapter(adapter.name, adapter.path, adapter.digest, LOAD_SECONDS)
-            except WorkerCallError as error:
-                self._failed[link, adapter.digest] = self._clock()
-                failed.append((link, error))
-                log.warning("%s does not hold the adapter %r: %s", link.name, adapter.name, error)
-                continue
-            if not self._names.adapters.has_digest(adapter.digest):
-                await _remove(link, adapter.digest)
-        return failed
+        """A worker that reads a folder twice at a time needs memory for both, so it is asked once at a time."""
+        async with self._turns.setdefault(link, asyncio.Lock()):
+            for adapter in adapters:
+                await self._bring_one(link, adapter)
+        pairs = [(link, adapter.digest) for adapter in adapters]
+        return [(link, self._failed[pair][1]) for pair in pairs if pair in self._failed]
+
+    async def _bring_one(self, link: WorkerLink, adapter: Adapter) -> None:
+        digest = adapter.digest
+        if not self._names.adapters.has_digest(digest) or digest in link.adapters or (link, digest) in self._failed:
+            return  # it was removed, or another bring() has asked the worker meanwhile
+        try:
+            await link.load_adapter(adapter.name, adapter.path, digest, LOAD_SECONDS)
+        except WorkerCallError as error:
+            self._failed[link, digest] = self._clock(), error
+            log.warning("%s does not hold the adapter %r: %s", link.name, adapter.name, error)
+            return
+        if not self._names.adapters.has_digest(digest):
+            await _remove(link, digest)
 
     async def _end_nameless(self) -> None:
         named = {one.digest for one in self._names.adapters.by_name.values()}

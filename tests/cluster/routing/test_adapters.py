@@ -204,6 +204,30 @@ def test_what_is_lacking_is_brought_and_what_fails_is_tried_again_later() -> Non
     with_scene(body)
 
 
+def test_a_worker_is_asked_once_for_what_two_looks_find_lacking() -> None:
+    """A second reading of a folder would need memory of its own, and hears no refusal that the first did not."""
+
+    async def body(scene: Scene) -> None:
+        scene.names.update(named(red=RED, blue=BLUE))
+        loads, link = scene.loads, scene.links[1]
+        asked: list[bytes] = []
+        load = link.load_adapter
+
+        async def slowly(name: str, path: str, digest: bytes, timeout: float) -> worker_pb2.LoadedAdapter:
+            asked.append(digest)
+            await asyncio.sleep(0.1)
+            return await load(name, path, digest, timeout)
+
+        link.load_adapter = slowly  # type: ignore[method-assign]
+        scene.workers[1].fails["LoadAdapter"] = ["go on", "RESOURCE_EXHAUSTED"]
+        said = await asyncio.gather(loads.bring(), loads.bring())
+        assert sorted(asked) == sorted([RED, BLUE])
+        assert all("PE 1" in one for one in said)
+        assert all(len(worker.held) == 2 - (number == 1) for number, worker in enumerate(scene.workers))
+
+    with_scene(body)
+
+
 def test_weights_that_no_name_stands_for_end_after_a_while() -> None:
     async def body(scene: Scene) -> None:
         loads = scene.loads

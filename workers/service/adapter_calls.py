@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from tandem.proto import inference_pb2, worker_pb2
+from tandem.workers.adapters.held_adapter import HeldAdapter
 from tandem.workers.adapters.peft_folder import Found
 from tandem.workers.config import AdapterSettings
 from tandem.workers.engine.engine import Engine
@@ -37,17 +38,20 @@ class AdapterLoads:
         self._number = number = self._number + 1
         engine = self._engine
 
-        def begin() -> "Future[Found]":
+        def begin() -> "Future[Found] | worker_pb2.LoadedAdapter":
+            if engine.holds_adapter(request.digest) and (held := _held(engine, request.digest)).name == request.name:
+                return _loaded(held)  # there may be no memory to read it once more
             engine.read_adapter(number, request.name, request.path)
             return engine.adapter_read(number)
 
         def end() -> worker_pb2.LoadedAdapter:
             engine.load_adapter(number, found.digest)
-            held = next(one for one in engine.adapters if one.digest == found.digest)
-            return worker_pb2.LoadedAdapter(digest=held.digest, rank=held.rank, bytes=held.bytes)
+            return _loaded(_held(engine, found.digest))
 
-        reading = await on_step_thread(begin)
         try:
+            reading = await on_step_thread(begin)
+            if isinstance(reading, worker_pb2.LoadedAdapter):
+                return reading
             found = await asyncio.shield(unwatched(asyncio.wrap_future(reading)))
             if request.digest not in (b"", found.digest):
                 raise BadAdapter(
@@ -80,6 +84,14 @@ class AdapterLoads:
             check_digest(request.digest, "digest")
         if not self._settings.max_resident:
             raise InvalidCall(f"path {request.path:.80}: adapters.max_resident is 0; 1 or more is accepted")
+
+
+def _held(engine: Engine, digest: bytes) -> HeldAdapter:
+    return next(one for one in engine.adapters if one.digest == digest)
+
+
+def _loaded(held: HeldAdapter) -> worker_pb2.LoadedAdapter:
+    return worker_pb2.LoadedAdapter(digest=held.digest, rank=held.rank, bytes=held.bytes)
 
 
 def check_held(engine: Engine, prompt: PromptSpec) -> PromptSpec:

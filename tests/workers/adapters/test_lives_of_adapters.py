@@ -163,6 +163,10 @@ def test_host_memory_is_bounded(made: Made) -> None:
         digests = [workers.load(str(index), made.folders[index]) for index in (0, 1)]
         third = worker_pb2.LoadAdapterRequest(epoch=EPOCH, name="c", path=str(made.folders[2]))
         assert refused(workers.decode.LoadAdapter, third, timeout=30) == grpc.StatusCode.RESOURCE_EXHAUSTED
+        again = {"name": "1", "path": str(made.folders[1]), "digest": digests[1]}  # a gateway that starts asks for all
+        for stub in (workers.prefill, workers.decode):
+            held = stub.LoadAdapter(worker_pb2.LoadAdapterRequest(epoch=EPOCH, **again), timeout=30)
+            assert held.digest == digests[1]
         for turn in range(6):  # in turn: neither worker runs out of memory for them
             workers.remove(digests.pop(0))
             digests.append(workers.load(str(turn), made.folders[turn % 3 - 1]))

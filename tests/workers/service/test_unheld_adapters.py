@@ -1,13 +1,18 @@
 """Requests for LoRA adapters that a worker does not hold."""
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
 from tandem.cache.plan.prefix_chain import adapter_salt
 from tandem.proto import worker_pb2
+from tandem.workers.config import AdapterSettings
+from tandem.workers.service.adapter_calls import AdapterLoads
 from tests.support.oracle import random_prompt
 from tests.support.prompt_specs import prompt_message
 from tests.workers.service.test_service import EPOCH, GREEDY, Pair, code_of, running_pair
@@ -63,3 +68,32 @@ def test_salts_of_adapters_differ() -> None:
     salts = [adapter_salt(digest, salt) for digest in (b"", DIGEST, bytes(16)) for salt in (b"", b"s", DIGEST)]
     assert len(set(salts)) == len(salts)
     assert adapter_salt(b"", b"s") == b"s"
+
+
+def test_a_caller_that_goes_away_early_leaves_no_reading() -> None:
+    """Also where the reading begins while the caller goes: its place in host memory is free again."""
+    readings: set[int] = set()
+
+    class Reads:
+        def holds_adapter(self, digest: bytes) -> bool:
+            return False
+
+        def read_adapter(self, number: int, name: str, path: str) -> None:
+            readings.add(number)
+
+        def adapter_read(self, number: int) -> "Future[Any]":
+            return Future()
+
+        def drop_adapter(self, number: int) -> None:
+            readings.discard(number)
+
+    async def gone(command: Callable[[], Any]) -> Any:
+        command()
+        assert readings
+        raise asyncio.CancelledError
+
+    engine: Any = Reads()
+    loads = AdapterLoads(engine, AdapterSettings(1, 4), lambda command: command())
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(loads.load(worker_pb2.LoadAdapterRequest(name="a", path="/a"), gone))
+    assert not readings

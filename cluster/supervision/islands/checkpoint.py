@@ -11,6 +11,7 @@ from tandem.cluster.config.cluster_config import ClusterConfig
 from tandem.cluster.config.rank_shapes import check_ranks
 from tandem.cluster.errors import ConfigError, StartFailed
 from tandem.cluster.requests.default_sampling import default_sampling
+from tandem.cluster.requests.embedding.recipe import read_recipe
 from tandem.cluster.supervision.process_settings import agreed_pages, check_memory, check_snapshots, worker_configs
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.workers.checkpoint.errors import ModelError
@@ -38,6 +39,7 @@ def check_model(config: ClusterConfig) -> int:
         layout = kv_layout(model, worker.page_size, choose_scales(worker, model, drafter), drafter)
         check_snapshots(worker, layout)
         default_sampling(folder, config.model.generation_config)
+        read_recipe(folder)
     except ModelError as error:
         raise ConfigError(f"model.path: {error}") from error
     except InvalidArgument as error:

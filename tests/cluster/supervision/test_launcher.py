@@ -80,6 +80,16 @@ def test_pages_that_no_machine_holds(tmp_path: Path) -> None:
     assert not processes.specs
 
 
+def test_files_of_embeddings_that_cannot_be_read(tmp_path: Path) -> None:
+    """Else gateways would find out, once all weights are loaded."""
+    make_checkpoint(tmp_path / "model")
+    (tmp_path / "model" / "config_sentence_transformers.json").write_text("{")
+    values, processes = {"model.path": str(tmp_path / "model"), "cache.num_pages": 64}, FakeProcesses()
+    with pytest.raises(ConfigError, match=r"^model\.path: .*config_sentence_transformers\.json"):
+        Cluster(load_config(None, values), processes).start()
+    assert not processes.specs
+
+
 def test_pages_of_states_that_no_machine_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One for each sequence, and snapshots in a share of what the pages of K and V take."""
     make_checkpoint(tmp_path / "model", "qwen3_next")

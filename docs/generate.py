@@ -37,7 +37,7 @@ One YAML file describes a cluster. `tandem up FILE` reads it. This page is gener
 | `cache.gpu_memory_utilization` | must be null if `cache.num_pages` is given, and if `island.device` is cpu |
 | `cache.k_scale`, `cache.v_scale` | must be null unless `cache.kv_cache_dtype` is fp8_e4m3 |
 | `cache.host_bytes` | must be null if `cache.prefix_sharing` is false, or no snapshot of states is kept |
-| `cache.verify_host` | must be false if `cache.host_bytes` is null |
+| `cache.verify_host` | must be false if `cache.host_bytes` is 0, and if it is null on CPUs |
 | `cache.disk_path` | must be null if `cache.host_bytes` is null, or `record.folder` is given |
 | `cache.disk_bytes` | must be given with `cache.disk_path`, and null without it |
 | `island.transport` | must be nvshmem or nixl if `island.device` is cuda, and must not be nvshmem if it is cpu |

@@ -14,6 +14,7 @@ class Unused(NamedTuple):
     beside: str
     holds: Callable[[Any], bool]  # for a value of beside
     why: str = ""
+    device: str | None = None  # of the workers, where the rule is about those of one kind
 
 
 RULES = (
@@ -34,7 +35,8 @@ RULES = (
     Unused("speculation.max_step_tokens", "speculation.method", lambda method: method == "none"),
     Unused("speculation.max_ngram", "speculation.method", lambda method: method != "ngram"),
     Unused("cache.host_bytes", "cache.prefix_sharing", lambda sharing: not sharing, "no prefix is cached then"),
-    Unused("cache.verify_host", "cache.host_bytes", lambda host_bytes: not host_bytes),
+    Unused("cache.verify_host", "cache.host_bytes", lambda host_bytes: host_bytes == 0),
+    Unused("cache.verify_host", "cache.host_bytes", lambda host_bytes: host_bytes is None, device="cpu"),
     Unused("cache.disk_path", "cache.host_bytes", lambda host_bytes: not host_bytes, "it is behind host memory"),
     Unused(
         "cache.disk_path",
@@ -82,7 +84,8 @@ def check_used(config: Section) -> None:
         section, name = _found(config, rule.key)
         value, default = getattr(section, name), type(section).model_fields[name].default
         deciding = getattr(*_found(config, rule.beside))
-        if value != default and rule.holds(deciding):
+        applies = rule.device in (None, getattr(*_found(config, "island.device")))
+        if applies and value != default and rule.holds(deciding):
             why = rule.why or f"without another {rule.beside} it changes nothing"
             raise ValueError(
                 f"{rule.key} is {shown(value)}; it must be {shown(default)} where {rule.beside} is "

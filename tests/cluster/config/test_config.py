@@ -447,6 +447,13 @@ def test_host_memory_for_prefixes_that_nobody_shares_is_refused() -> None:
     ]
 
 
+def test_host_memory_that_gpus_have_by_default_can_be_verified() -> None:
+    gpus = {"island.device": "cuda", "island.transport": "nvshmem", "cache.verify_host": True}
+    assert load_config(None, gpus).cache.verify_host
+    with pytest.raises(ConfigError, match=r"^cache\.verify_host is True; .* cache\.host_bytes is 0"):
+        load_config(None, gpus | {"cache.host_bytes": 0})
+
+
 def test_a_disk_needs_bytes_and_no_records() -> None:
     disk = ("cache.host_bytes=4096", "cache.disk_path=/tmp")
     (said,) = refused(*disk)

@@ -329,7 +329,7 @@ class GenerateResponse(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., finish_reason: _Optional[_Union[FinishReason, str]] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., usage: _Optional[_Union[Usage, _Mapping]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., index: _Optional[int] = ..., stop_string: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., prompt_token_bytes: _Optional[bytes] = ..., adapter: _Optional[bytes] = ...) -> None: ...
 
 class EmbedRequest(_message.Message):
-    __slots__ = ("request_id", "inputs", "dimensions", "normalize", "prompt_name", "prompt", "truncate_prompt_tokens", "add_special_tokens", "cache_salt", "priority")
+    __slots__ = ("request_id", "inputs", "dimensions", "normalize", "prompt_name", "prompt", "truncate_prompt_tokens", "add_special_tokens", "cache_salt", "priority", "service_tier")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FIELD_NUMBER: _ClassVar[int]
     DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
@@ -340,6 +340,7 @@ class EmbedRequest(_message.Message):
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    SERVICE_TIER_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     inputs: _containers.RepeatedCompositeFieldContainer[Prompt]
     dimensions: int
@@ -350,7 +351,8 @@ class EmbedRequest(_message.Message):
     add_special_tokens: bool
     cache_salt: str
     priority: int
-    def __init__(self, request_id: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[Prompt, _Mapping]]] = ..., dimensions: _Optional[int] = ..., normalize: bool = ..., prompt_name: _Optional[str] = ..., prompt: _Optional[str] = ..., truncate_prompt_tokens: _Optional[int] = ..., add_special_tokens: bool = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
+    service_tier: str
+    def __init__(self, request_id: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[Prompt, _Mapping]]] = ..., dimensions: _Optional[int] = ..., normalize: bool = ..., prompt_name: _Optional[str] = ..., prompt: _Optional[str] = ..., truncate_prompt_tokens: _Optional[int] = ..., add_special_tokens: bool = ..., cache_salt: _Optional[str] = ..., priority: _Optional[int] = ..., service_tier: _Optional[str] = ...) -> None: ...
 
 class EmbedResponse(_message.Message):
     __slots__ = ("request_id", "values", "dimensions", "usage", "timings")

@@ -26,6 +26,7 @@ class EmbedOptions(TypedDict, total=False):
     truncate_prompt_tokens: int
     add_special_tokens: bool
     priority: int
+    service_tier: str
 
 
 @dataclass(frozen=True, eq=False)

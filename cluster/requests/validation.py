@@ -178,6 +178,11 @@ class RequestValidator:
             or len(message.token_ids.ids) > QUICK_IDS
         )
 
+    def priority(self, service_tier: str, otherwise: int) -> int:
+        """That of a tier; `otherwise` where it names none."""
+        tiers: dict[str, int] = dict(zip(TIERS, self._limits.priorities, strict=True))
+        return tiers.get(service_tier, otherwise)
+
     def salt(self, cache_salt: str, credential: str) -> bytes:
         """By which workers share prefixes. Raises InvalidRequest."""
         return worker_salt(cache_salt, credential if self._salt_by_token else "")
@@ -216,8 +221,7 @@ class RequestValidator:
             if params.prompt_logprobs is not None:
                 raise InvalidRequest("sampling.prompt_logprobs is set; a model with an encoder has none to report")
             token_ids, encoder = self._join(token_ids, message)
-        tiers: dict[str, int] = dict(zip(TIERS, self._limits.priorities, strict=True))
-        params = replace(params, priority=tiers.get(message.service_tier, params.priority))
+        params = replace(params, priority=self.priority(message.service_tier, params.priority))
         salt, priority = self.salt(message.cache_salt, credential), params.priority
         digest = b"" if adapter is None else adapter.digest
         prompt = PromptSpec(token_ids, salt, encoder, params.sliding, priority=priority, adapter=digest)

@@ -43,7 +43,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     local: list[str] = field(default_factory=list)  # requests with such prompts
     packed: list[worker_pb2.PackedLogprobs] = field(default_factory=list)  # what PromptLogprobs brings
     asked: list[bool] = field(default_factory=list)  # of each RemoteSend: whether it wants them
-    priorities: list[int] = field(default_factory=list)  # of each PrepareReceive
+    priorities: list[int] = field(default_factory=list)  # of each PrepareReceive and each prompt of ReadPrompts
+    width: int = 0  # numbers of each prompt that ReadPrompts answers
     parks: list[bool] = field(default_factory=list)  # of each PrepareReceive: whether running requests may be parked
     adapters: dict[str, bytes] = field(default_factory=dict)  # digests of the folders that it can load, by their paths
     held: set[bytes] = field(default_factory=set)
@@ -101,6 +102,14 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
             await self.landed.wait()
         await self._maybe_fail("RemoteSend", context)
         return worker_pb2.RemoteSendResponse(first_token=self.say(self.prompts[-1]), prefill_seconds=1.0)
+
+    async def ReadPrompts(self, request: worker_pb2.ReadPromptsRequest, context: Any) -> worker_pb2.ReadPromptsResponse:
+        self.priorities += [one.priority for one in request.prompts]
+        await self._maybe_fail("ReadPrompts", context)
+        count, width = len(request.prompts), len(request.token_ids) or self.width
+        return worker_pb2.ReadPromptsResponse(
+            values=bytes(4 * count * width), cached_tokens=[0] * count, host_cached_tokens=[0] * count
+        )
 
     async def StartGenerate(
         self, request: worker_pb2.StartGenerateRequest, context: Any

@@ -138,7 +138,7 @@ class Batch:
 
     def _body(self, row: Row) -> dict[str, Any]:
         """With the priority of the batch, unless it has its own."""
-        if "priority" in row.body or "service_tier" in row.body or row.url.endswith("/embeddings"):
+        if "priority" in row.body or "service_tier" in row.body:
             return row.body
         priority = self._limits.priority
         return row.body | ({"service_tier": FLEX} if priority is None else {"priority": priority})

@@ -73,8 +73,7 @@ class EmbeddingBody(ReadFields):
         """The gateway's request."""
         same = ("dimensions", "normalize", "prompt_name", "prompt", "truncate_prompt_tokens", "add_special_tokens")
         options = {name: value for name in same if (value := getattr(self, name)) is not None}
-        salt, priority = self.cache_salt or "", self.priority or 0
-        return inference_pb2.EmbedRequest(inputs=self.inputs, cache_salt=salt, priority=priority, **options)
+        return inference_pb2.EmbedRequest(inputs=self.inputs, cache_salt=self.cache_salt or "", **self.turn, **options)
 
 
 class AskedEmbeddings(NamedTuple):

@@ -1,11 +1,12 @@
 """Fields that the bodies of these routes have in common."""
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import Field
 
 from tandem.cluster.frontends.http.errors import HttpError
 from tandem.cluster.frontends.openai.body_object import BodyObject
+from tandem.cluster.frontends.openai.generation_body import SERVICE_TIER
 from tandem.cluster.frontends.openai.other_fields import ignored_header
 from tandem.cluster.frontends.openai.read_body import read_object
 from tandem.cluster.frontends.openai.tokenization import check_model
@@ -22,6 +23,14 @@ class ReadFields(BodyObject):
         default=None, ge=-1, lt=1 << 31, description="an integer of at least 1, or -1"
     )
     priority: int | None = Field(default=None, ge=-(1 << 31), lt=1 << 31, description="an integer")
+    service_tier: str | None = Field(default=None, description=SERVICE_TIER)
+
+    @property
+    def turn(self) -> dict[str, Any]:
+        """Priority and tier, of which the priority wins."""
+        if self.priority is not None:
+            return {"priority": self.priority}
+        return {"service_tier": self.service_tier or ""}
 
 
 FieldsT = TypeVar("FieldsT", bound=ReadFields)

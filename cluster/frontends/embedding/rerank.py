@@ -101,7 +101,7 @@ def read_ranking(data: bytes | bytearray, names: tuple[str, ...]) -> tuple[Asked
 
 
 def _pairs(body: ReadFields, texts: list[tuple[str, str]], instruction: str | None) -> Pairs:
-    return Pairs(texts, instruction, body.truncate_prompt_tokens, priority=body.priority or 0)
+    return Pairs(texts, instruction, body.truncate_prompt_tokens, **body.turn)
 
 
 @dataclass(frozen=True)

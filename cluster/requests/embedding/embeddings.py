@@ -84,7 +84,8 @@ class Embeddings:
         with self._watched(request.request_id, caller) as watched:
             self._check(request)
             inputs = await self._inputs.read(request, caller.host)
-            specs = self._specs(inputs.token_ids, request.cache_salt, request.priority, caller)
+            priority = self._priority(request.priority, request.service_tier)
+            specs = self._specs(inputs.token_ids, request.cache_salt, priority, caller)
             mean, width = self._recipe.mean, self._limits.hidden_size
             kept = request.dimensions if request.HasField("dimensions") else width
             job = ReadingJob(watched.request_id, specs, width, kept, mean, inputs.skipped)
@@ -100,7 +101,7 @@ class Embeddings:
             self._check_model()
             self._inputs.check_count("documents", len(pairs.texts))
             ids = await self._scoring.tokens(pairs, caller.host)
-            specs = self._specs(ids, "", pairs.priority, caller)
+            specs = self._specs(ids, "", self._priority(pairs.priority, pairs.service_tier), caller)
             release_current_body()
             token_ids = self._scoring.token_ids
             job = ReadingJob(watched.request_id, specs, len(token_ids), len(token_ids), token_ids=token_ids)
@@ -119,11 +120,16 @@ class Embeddings:
         return answer
 
     def _specs(self, ids: Sequence[Int64Array], cache_salt: str, priority: int, caller: Caller) -> list[PromptSpec]:
+        salt = self._validator.salt(cache_salt, caller.credential)
+        return [PromptSpec(one, salt, priority=priority) for one in ids]
+
+    def _priority(self, priority: int, service_tier: str) -> int:
         first, last = self._limits.priorities
         if not first <= priority <= last:
             raise InvalidRequest(f"priority is {priority}; {first} … {last} are accepted (gateway.priorities)")
-        salt = self._validator.salt(cache_salt, caller.credential)
-        return [PromptSpec(one, salt, priority=priority) for one in ids]
+        if service_tier and priority:
+            raise InvalidRequest(f"service_tier is {service_tier!r:.80}; it is accepted only without priority")
+        return self._validator.priority(service_tier, priority)
 
     def _check(self, request: inference_pb2.EmbedRequest) -> None:
         self._check_model()

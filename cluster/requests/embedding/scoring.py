@@ -30,6 +30,7 @@ class Pairs(NamedTuple):
     kept: int | None = None
     document_tokens: int | None = None
     priority: int = 0
+    service_tier: str = ""
 
 
 class ScorePrompt:

@@ -144,6 +144,20 @@ def test_rows_go_behind_live_traffic(gateway: OpenGateway, batch: Callable[..., 
     assert gateway.worker.priorities == [7]
 
 
+def test_rows_for_embeddings_go_behind_live_traffic(
+    gateway: OpenGateway, batch: Callable[..., Outcome], tmp_path: Path, model: Path
+) -> None:
+    gateway.worker.width = json.loads((model / "config.json").read_text())["hidden_size"]
+    fields: list[dict[str, Any]] = [{}, {"priority": 2}, {"service_tier": "priority"}]
+    bodies = [{"input": [5, 6, 7], **one} for one in fields]
+    rows = [{"custom_id": str(number), "method": "POST", "url": "/v1/embeddings", "body": body}
+            for number, body in enumerate(bodies)]  # fmt: skip
+    write(tmp_path / "in.jsonl", rows)
+    gateway.worker.priorities.clear()
+    assert batch(gateway.http, "--in-flight", "1")[0] == 0
+    assert gateway.worker.priorities == [10, 2, 0]
+
+
 def test_only_so_many_are_in_flight(model: Path, batch: Callable[..., Outcome], tmp_path: Path) -> None:
     rows = [row(number) for number in range(20)]
     write(tmp_path / "in.jsonl", rows)

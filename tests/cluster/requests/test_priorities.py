@@ -1,6 +1,7 @@
 """The priority of a request, from each frontend to its workers, and in the gateway's queue."""
 
 import asyncio
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -69,6 +70,26 @@ def test_workers_hear_of_it_over_grpc(gateway: OpenGateway) -> None:
         complete(gateway.grpc, PROMPT, priority=-4)
     with pytest.raises(InvalidRequest, match=r"service_tier is 'flex'; it is accepted only without sampling\.priority"):
         complete(gateway.grpc, PROMPT, priority=1, service_tier="flex")
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/score"])
+def test_workers_hear_of_it_from_prompts_that_are_read(model: Path, path: str) -> None:
+    body: dict[str, Any] = {"input": PROMPT} if path == "/v1/embeddings" else {"text_1": "x", "text_2": "y"}
+    scores = {"embeddings.score_template": "{query} {document}", "embeddings.score_tokens": ["a", "b"]}
+    with open_gateway(model, RANGE | scores) as gateway:
+        gateway.worker.width = json.loads((model / "config.json").read_text())["hidden_size"]
+        for fields, heard in (
+            ({}, 0),
+            ({"priority": 4}, 4),
+            ({"priority": 0, "service_tier": "flex"}, 0),
+            ({"service_tier": "flex"}, 7),
+            ({"service_tier": "priority"}, -3),
+            ({"service_tier": "auto"}, 0),
+        ):
+            assert answer(gateway.http, path, **body, **fields)
+            assert gateway.worker.priorities[-1] == heard
+        error = refused(post(gateway.http, path, {**body, "priority": 8}), 400)
+        assert error["message"] == "priority is 8; -3 … 7 are accepted (gateway.priorities)"
 
 
 def test_nobody_goes_before_others_unless_the_configuration_says_so(model: Path) -> None:

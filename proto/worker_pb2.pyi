@@ -178,18 +178,20 @@ class ReadPromptsRequest(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., prompts: _Optional[_Iterable[_Union[PromptSpec, _Mapping]]] = ..., mean: bool = ..., skipped: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ReadPromptsResponse(_message.Message):
-    __slots__ = ("values", "cached_tokens", "host_cached_tokens", "queue_seconds", "seconds")
+    __slots__ = ("values", "cached_tokens", "host_cached_tokens", "queue_seconds", "seconds", "disk_cached_tokens")
     VALUES_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     HOST_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DISK_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     values: bytes
     cached_tokens: _containers.RepeatedScalarFieldContainer[int]
     host_cached_tokens: _containers.RepeatedScalarFieldContainer[int]
     queue_seconds: float
     seconds: float
-    def __init__(self, values: _Optional[bytes] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., host_cached_tokens: _Optional[_Iterable[int]] = ..., queue_seconds: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
+    disk_cached_tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, values: _Optional[bytes] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., host_cached_tokens: _Optional[_Iterable[int]] = ..., queue_seconds: _Optional[float] = ..., seconds: _Optional[float] = ..., disk_cached_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StartGenerateRequest(_message.Message):
     __slots__ = ("request_id", "epoch", "reservation_id", "sampling", "feed", "number", "num_output")

@@ -120,6 +120,7 @@ class _Watched(RequestObserver):
         recorder.add(series.PREFIX_QUERIES, usage.prompt_tokens)
         recorder.add(series.PREFIX_HITS, usage.cached_tokens)
         recorder.add(series.HOST_HITS, usage.host_cached_tokens)
+        recorder.add(series.DISK_HITS, usage.disk_cached_tokens)
 
     def lost(self, error: Exception) -> None:
         reason = series.FAILED if isinstance(error, ForwardFailed) else series.LOST

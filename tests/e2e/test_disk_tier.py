@@ -107,6 +107,21 @@ def test_prompts_that_evict_one_another_come_back_from_the_disk(tmp_path: Path) 
         assert not any(worker.counters.disk_adopted_pages for worker in workers_of(island))
 
 
+@pytest.mark.long
+def test_prompts_that_are_read_come_back_from_the_disk(tmp_path: Path) -> None:
+    """Those of embeddings, which no worker decodes."""
+    folder = save_checkpoint("llama", tmp_path / "model")
+    with running_island(folder, few(tmp_path)) as island, island.client() as client:
+        before = []
+        for prompt in PROMPTS:
+            before.append(client.embed(prompt).values)
+            settle(island)
+        found = client.embed(PROMPTS[0])
+    usage = found.usage
+    assert 0 < usage.disk_cached_tokens <= usage.host_cached_tokens == usage.cached_tokens == 96
+    assert found.values == pytest.approx(before[0], abs=1e-5)
+
+
 def test_what_takes_longer_to_read_than_to_compute_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save_checkpoint("llama", tmp_path / "model")
     prompts = [random_prompt(200 + number, number) for number in range(4)]

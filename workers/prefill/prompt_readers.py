@@ -35,6 +35,7 @@ class ReadPrompts(NamedTuple):
     values: Float32Array
     cached_tokens: tuple[int, ...]
     host_cached_tokens: tuple[int, ...]
+    disk_cached_tokens: tuple[int, ...]
     queue_seconds: float
     seconds: float
 
@@ -67,6 +68,7 @@ class ReadCall:
                 np.stack([reader.result for reader in readers]),
                 tuple(prompt.cached_tokens for prompt in self.prompts),
                 tuple(prompt.host_cached_tokens for prompt in self.prompts),
+                tuple(prompt.disk_cached_tokens for prompt in self.prompts),
                 first - self.prompts[0].arrived,
                 now - first,
             )

@@ -39,6 +39,7 @@ def to_message(read: ReadPrompts) -> worker_pb2.ReadPromptsResponse:
         values=read.values.astype(np.dtype("<f4"), copy=False).tobytes(),
         cached_tokens=read.cached_tokens,
         host_cached_tokens=read.host_cached_tokens,
+        disk_cached_tokens=read.disk_cached_tokens,
         queue_seconds=read.queue_seconds,
         seconds=read.seconds,
     )

@@ -3,7 +3,7 @@
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterable, Callable
+from collections.abc import AsyncIterable, Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from functools import partial
@@ -42,7 +42,7 @@ from tandem.workers.wire.messages import (
     reservation_from_proto,
     reservation_to_proto,
 )
-from tandem.workers.wire.prompt_spec import PromptSpec
+from tandem.workers.wire.prompt_spec import MOST_READ, PromptSpec
 from tandem.workers.wire.reservation import Reservation
 
 T = TypeVar("T")
@@ -178,13 +178,14 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         except InvalidCall as error:
             await refuse(context, error)
 
-    async def _lift(self, context: Context, epoch: int, prompt: Callable[[], PromptSpec]) -> None:
-        """Returns once the pages are in host memory that a disk has of a prompt's beginning; see Lifts."""
+    async def _lift(self, context: Context, epoch: int, prompts: Callable[[], Sequence[PromptSpec]]) -> None:
+        """Returns once the pages are in host memory that a disk has of prompts' beginnings; see Lifts."""
         if not self._loop.has_disk:
             return
-        lifted = await self._on_step_thread(context, epoch, lambda: self._loop.lifts.begin(prompt()))
-        if lifted is not None:
-            await asyncio.wait([asyncio.wrap_future(lifted)], timeout=LIFT_SECONDS)
+        begin = self._loop.lifts.begin
+        lifted = await self._on_step_thread(context, epoch, lambda: [begin(prompt) for prompt in prompts()])
+        if coming := [asyncio.wrap_future(one) for one in lifted if one is not None]:
+            await asyncio.wait(coming, timeout=LIFT_SECONDS)
 
     # Prefill
 
@@ -236,7 +237,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
         constraint = await self._constraint(context, request.sampling)
         if stream is None:
-            await self._lift(context, request.epoch, lambda: self._prompt(request))
+            await self._lift(context, request.epoch, lambda: [self._prompt(request)])
         try:
             result = await outcome(context, await self._on_step_thread(context, request.epoch, submit))
         except asyncio.CancelledError:
@@ -266,6 +267,8 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             calls.append(read_call(readers, self._prompt, request))
             return calls[0].result
 
+        if not request.mean:
+            await self._lift(context, request.epoch, lambda: [*map(self._prompt.of, request.prompts[:MOST_READ])])
         try:
             return to_message(await outcome(context, await self._on_step_thread(context, request.epoch, submit)))
         finally:
@@ -295,7 +298,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 return None, error.coming
             return reservation, self._loop.windows_past()
 
-        await self._lift(context, request.epoch, lambda: self._prompt(request, request.max_tokens))
+        await self._lift(context, request.epoch, lambda: [self._prompt(request, request.max_tokens)])
         reservation, past = await self._on_step_thread(context, request.epoch, prepare)
         if reservation is None and past is not None:
             await asyncio.wait([asyncio.wrap_future(past)], timeout=ROOM_SECONDS)

@@ -268,6 +268,7 @@ class _Call:
         self._values[part.begin : part.begin + len(part.prompts)] = values[:, : self.job.kept]
         self.usage.cached_tokens += sum(response.cached_tokens)
         self.usage.host_cached_tokens += sum(response.host_cached_tokens)
+        self.usage.disk_cached_tokens += sum(response.disk_cached_tokens)
         self.timings.prefill_seconds += response.seconds
 
     def answer(self) -> ReadAnswer:

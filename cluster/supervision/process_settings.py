@@ -21,7 +21,7 @@ from tandem.cluster.served_model import ServedModel
 from tandem.transfer.factory import TRANSPORTS
 from tandem.transfer.machine_memory import machine_memory
 from tandem.workers.config import ParkingSettings, Role, WorkerConfig
-from tandem.workers.pool_pages import host_bytes_needed, pages_in, pool_pages
+from tandem.workers.pool_pages import HOST_FRACTION, MOST_HOST_BYTES, host_bytes_needed, pages_in, pool_pages
 from tandem.workers.runner.reserved_bytes import GPU_MEMORY_UTILIZATION
 
 FIRST_EPOCH = 1
@@ -244,17 +244,22 @@ def check_disk_bytes(config: ClusterConfig) -> None:
 
 
 def check_host_bytes(config: ClusterConfig) -> None:
-    """ConfigError if cache.host_bytes and cache.parked_bytes of all workers together exceed this machine's memory. They
-    are all on it."""
-    cache, workers = config.cache, config.num_islands * len(config.island.ranks)
+    """ConfigError if the host memory of all workers together exceeds this machine's: cache.host_bytes,
+    cache.parked_bytes and, on GPUs, which pin all of it at the start, adapters.host_bytes. They are all on it."""
+    cache, workers, there = config.cache, config.num_islands * len(config.island.ranks), machine_memory()
+    on_gpus = config.island.device == "cuda"
     decode = workers if is_adaptive(config) else config.num_islands * config.island.num_decode
-    left = machine_memory() - 1
-    for key, count in (("host_bytes", workers), ("parked_bytes", decode)):
-        num_bytes = getattr(cache, key)
+    asked = [("cache.host_bytes", cache.host_bytes, workers), ("cache.parked_bytes", cache.parked_bytes, decode)]
+    if on_gpus and config.adapters.is_on:
+        asked.append(("adapters.host_bytes", config.adapters.host_bytes, workers))
+    left = there - 1
+    if on_gpus and cache.host_bytes is None and cache.prefix_sharing:  # see with_host_bytes()
+        left -= min(there // HOST_FRACTION, workers * MOST_HOST_BYTES)
+    for key, num_bytes, count in asked:
         most = left // max(count, 1)
         if num_bytes is not None and num_bytes > most:
             raise ConfigError(
-                f"cache.{key} is {num_bytes} in each of {count} workers, all on this machine, which has "
-                f"{machine_memory() / GIB:.1f} GiB: at most {most} are accepted"
+                f"{key} is {num_bytes} in each of {count} workers, all on this machine, which has "
+                f"{there / GIB:.1f} GiB: at most {most} are accepted"
             )
         left -= (num_bytes or 0) * count

@@ -137,6 +137,24 @@ def test_host_bytes_of_workers_that_are_not_there_together(tmp_path: Path, monke
     assert not processes.specs
 
 
+def test_host_memory_of_gpu_workers_counts_what_they_take_by_default_and_for_adapters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A quarter is for prefixes; what is for adapters is pinned at the start. CPUs take it as it is used."""
+    monkeypatch.setattr(process_settings, "machine_memory", lambda: 8 << 30)
+    on_gpus = {"island.device": "cuda", "island.transport": "nvshmem", "adapters.max_resident": 4}
+    left = (6 << 30) - 1
+    for more, key, most in (
+        ({}, "adapters.host_bytes", left // 2),
+        ({"cache.parked_bytes": 4 << 30, "adapters.host_bytes": 1 << 30}, "adapters.host_bytes", ((2 << 30) - 1) // 2),
+        ({"cache.parked_bytes": 7 << 30}, "cache.parked_bytes", left),
+    ):
+        with pytest.raises(ConfigError, match=rf"^{key} is \d+ in each of .* 8\.0 GiB: at most {most} are accepted"):
+            process_settings.check_host_bytes(load_config(None, on_gpus | more))
+    process_settings.check_host_bytes(load_config(None, on_gpus | {"adapters.host_bytes": 3 << 29}))
+    process_settings.check_host_bytes(load_config(None, {"adapters.max_resident": 4}))
+
+
 def test_disk_bytes_of_workers_that_are_not_there_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_checkpoint(tmp_path / "model")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5000))

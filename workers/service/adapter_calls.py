@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.workers.adapters.held_adapter import HeldAdapter
@@ -29,12 +30,22 @@ class AdapterLoads:
         """call: has something done on the step thread, which owns the engine."""
         self._engine, self._settings, self._call = engine, settings, call
         self._number = 0
+        self._turns: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()  # by digest
 
     async def load(
         self, request: worker_pb2.LoadAdapterRequest, on_step_thread: OnStepThread
     ) -> worker_pb2.LoadedAdapter:
-        """on_step_thread: its result or its error. Raises InvalidCall, BadAdapter and NoRoom."""
+        """on_step_thread: its result or its error. Raises InvalidCall, BadAdapter and NoRoom. Gateways of several hosts
+        may ask for the same weights at a time, which are read once."""
         self._check(request)
+        if not request.digest:
+            return await self._load(request, on_step_thread)
+        async with self._turns.setdefault(request.digest, asyncio.Lock()):
+            return await self._load(request, on_step_thread)
+
+    async def _load(
+        self, request: worker_pb2.LoadAdapterRequest, on_step_thread: OnStepThread
+    ) -> worker_pb2.LoadedAdapter:
         self._number = number = self._number + 1
         engine = self._engine
 

@@ -11,6 +11,8 @@ import pytest
 
 from tandem.cache.plan.prefix_chain import adapter_salt
 from tandem.proto import worker_pb2
+from tandem.workers.adapters.held_adapter import HeldAdapter
+from tandem.workers.adapters.peft_folder import Found
 from tandem.workers.config import AdapterSettings
 from tandem.workers.service.adapter_calls import AdapterLoads
 from tests.support.oracle import random_prompt
@@ -70,30 +72,63 @@ def test_salts_of_adapters_differ() -> None:
     assert adapter_salt(b"", b"s") == b"s"
 
 
+class Engine:
+    """What AdapterLoads asks of an engine, which reads what the test says."""
+
+    def __init__(self) -> None:
+        self.read, self.ends = Future[Found](), 0
+        self.readings: dict[int, str] = {}
+        self.adapters: tuple[HeldAdapter, ...] = ()
+
+    def holds_adapter(self, digest: bytes) -> bool:
+        return any(one.digest == digest for one in self.adapters)
+
+    def read_adapter(self, number: int, name: str, path: str) -> None:
+        self.readings[number] = name
+
+    def adapter_read(self, number: int) -> "Future[Found]":
+        return self.read
+
+    def load_adapter(self, number: int, digest: bytes) -> None:
+        name, self.ends = self.readings.pop(number), self.ends + 1
+        self.adapters = (HeldAdapter(digest, name, 8, 64, resident=False, sequences=0, removed=False),)
+
+    def drop_adapter(self, number: int) -> None:
+        self.readings.pop(number, None)
+
+
+def loads_of(engine: Any) -> AdapterLoads:
+    return AdapterLoads(engine, AdapterSettings(1, 4), lambda command: command())
+
+
+def test_weights_that_two_gateways_ask_for_are_read_once() -> None:
+    async def run() -> None:
+        async def at_once(command: Callable[[], Any]) -> Any:
+            return command()
+
+        engine = Engine()
+        loads = loads_of(engine)
+        request = worker_pb2.LoadAdapterRequest(name="a", path="/a", digest=DIGEST)
+        both = [asyncio.ensure_future(loads.load(request, at_once)) for _ in range(2)]
+        await asyncio.sleep(0.01)
+        assert len(engine.readings) == 1
+        engine.read.set_result(Found(DIGEST, 8))
+        first, second = await asyncio.gather(*both)
+        assert first == second == worker_pb2.LoadedAdapter(digest=DIGEST, rank=8, bytes=64)
+        assert engine.ends == 1
+
+    asyncio.run(run())
+
+
 def test_a_caller_that_goes_away_early_leaves_no_reading() -> None:
     """Also where the reading begins while the caller goes: its place in host memory is free again."""
-    readings: set[int] = set()
-
-    class Reads:
-        def holds_adapter(self, digest: bytes) -> bool:
-            return False
-
-        def read_adapter(self, number: int, name: str, path: str) -> None:
-            readings.add(number)
-
-        def adapter_read(self, number: int) -> "Future[Any]":
-            return Future()
-
-        def drop_adapter(self, number: int) -> None:
-            readings.discard(number)
+    engine = Engine()
 
     async def gone(command: Callable[[], Any]) -> Any:
         command()
-        assert readings
+        assert engine.readings
         raise asyncio.CancelledError
 
-    engine: Any = Reads()
-    loads = AdapterLoads(engine, AdapterSettings(1, 4), lambda command: command())
     with pytest.raises(asyncio.CancelledError):
-        asyncio.run(loads.load(worker_pb2.LoadAdapterRequest(name="a", path="/a"), gone))
-    assert not readings
+        asyncio.run(loads_of(engine).load(worker_pb2.LoadAdapterRequest(name="a", path="/a"), gone))
+    assert not engine.readings

@@ -39,6 +39,8 @@ One YAML file describes a cluster. `tandem up FILE` reads it. This page is gener
 | `cache.host_bytes` | must be null if `cache.prefix_sharing` is false, or no snapshot of states is kept |
 | `cache.verify_host` | must be false if `cache.host_bytes` is 0, and if it is null on CPUs |
 | `cache.disk_path` | must be null if `cache.host_bytes` is null, or `record.folder` is given |
+| keys of `adapters` | must have their defaults if `adapters.max_resident` is 0 |
+| `adapters.max_resident` | must not be 1 unless `scheduler.roles` is split |
 | `cache.disk_bytes` | must be given with `cache.disk_path`, and null without it |
 | `island.transport` | must be nvshmem or nixl if `island.device` is cuda, and must not be nvshmem if it is cpu |
 | `gateway.host` | must be a loopback address unless `security` has a token and TLS |

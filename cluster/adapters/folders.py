@@ -8,6 +8,8 @@ from tandem.workers.adapters.peft_config import WEIGHTS, PeftConfig
 from tandem.workers.checkpoint.errors import ModelError
 from tandem.workers.checkpoint.files import is_there
 
+PICKLE = "adapter_model.bin"
+
 
 def check_folder(folder: Path, max_rank: int) -> int:
     """The adapter's largest rank. All that can be said without torch and the model. Raises InvalidRequest, which names
@@ -15,6 +17,8 @@ def check_folder(folder: Path, max_rank: int) -> int:
     try:
         config = PeftConfig.read(folder)
     except (ModelError, UnicodeDecodeError) as error:
+        if not folder.is_dir():
+            raise InvalidRequest(f"path is {folder}; it must be the folder of a PEFT adapter") from None
         raise InvalidRequest(str(error)) from None
     except OSError as error:
         raise InvalidRequest(f"path is {folder}; it cannot be read: {error.strerror}") from None
@@ -22,7 +26,8 @@ def check_folder(folder: Path, max_rank: int) -> int:
     if rank > max_rank:
         raise InvalidRequest(f"{config.source}: r is {rank}; at most {max_rank} is accepted (adapters.max_rank)")
     if not is_there(folder / WEIGHTS):
-        raise InvalidRequest(f"{folder} has no {WEIGHTS}; a PEFT adapter with safetensors is accepted")
+        pickled = f", but {PICKLE}, a pickle, which is never read" if (folder / PICKLE).exists() else ""
+        raise InvalidRequest(f"{folder} has no {WEIGHTS}{pickled}; a PEFT adapter with safetensors is accepted")
     return rank
 
 

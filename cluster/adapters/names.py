@@ -64,4 +64,5 @@ def shown(names: Sequence[str]) -> str:
     more = len(names) - MOST_SHOWN
     if more > 0:
         return f"{', '.join(map(repr, names[:MOST_SHOWN]))} and {more} more are"
-    return " and ".join(map(repr, names)) + (" is" if len(names) == 1 else " are")
+    *first, last = map(repr, names)
+    return f"{', '.join(first)} and {last} are" if first else f"{last} is"

@@ -287,6 +287,9 @@ def _check_room(config: ClusterConfig) -> Iterator[str]:
     on_gpu = config.island.device == "cuda"
     base = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     yield from _check_free(Path(base), TEMP_BYTES, "free some, or set RAY_TMPDIR to another folder for Ray's files")
+    if config.cache.disk_path is not None:  # the launcher counts its bytes
+        for finding in _check_free(Path(config.cache.disk_path), 0, "set cache.disk_path to another one"):
+            yield f"cache.disk_path: {finding}"
     if on_gpu:
         yield from _check_free(SHM, GPU_SHM_BYTES, "mount a larger tmpfs there; in a container, --shm-size=8g")
         advice = "free some, or set TANDEM_KERNEL_CACHE to another folder for compiled kernels"

@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field, model_validator
 
 from tandem.cluster.adapters.values import check_name
 from tandem.cluster.config.model import find_model, usable_path
-from tandem.cluster.config.units import Adapters, AnyAdapters, Bytes, Ranks, Section
+from tandem.cluster.config.units import Adapters, AnyAdapters, ManyBytes, Ranks, Section
 from tandem.workers.config import AdapterSettings
 
 NAMES = 4096  # that a cluster may know at a time: each gateway process keeps them all
@@ -28,7 +28,7 @@ class AdaptersSection(Section):
     """most adapters that a worker has on its device at a time, as vLLM's --max-loras; 0: no adapter is served"""
     max_rank: Ranks = Field(default=16, le=512)
     """largest rank of an adapter, as vLLM's --max-lora-rank; each resident adapter takes the memory of this rank"""
-    host_bytes: Bytes = Field(default=4 << 30, ge=1 << 20)
+    host_bytes: ManyBytes = 4 << 30
     """host memory of each worker for the adapters that it holds; what is not resident is copied from there"""
     max_adapters: Adapters = Field(default=256, le=NAMES)
     """most adapters that the cluster serves at a time, those of `folders` included"""

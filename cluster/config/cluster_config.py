@@ -192,6 +192,16 @@ class ClusterConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _adapters_fit_roles(self) -> Self:
+        roles = self.scheduler.roles
+        if self.adapters.max_resident == 1 and roles != "split":
+            raise ValueError(
+                f"adapters.max_resident is 1; it must be 0, or at least 2, where scheduler.roles is {roles}: a worker "
+                "keeps one slot for its own prompts, and one for those of others"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _fit_device(self) -> Self:
         utilization = self.cache.gpu_memory_utilization
         if self.island.device == "cpu" and utilization is not None:

@@ -17,6 +17,7 @@ Fraction = Annotated[float, Field(gt=0, le=1, json_schema_extra={"unit": "fracti
 Hosts = Annotated[int, Field(ge=1, json_schema_extra={"unit": "hosts"})]
 Inputs = Annotated[int, Field(ge=1, json_schema_extra={"unit": "inputs"})]
 Islands = Annotated[int, Field(ge=1, json_schema_extra={"unit": "islands"})]
+ManyBytes = Annotated[int, Field(ge=1 << 20, json_schema_extra={"unit": "bytes"})]
 Mebibytes = Annotated[int, Field(ge=1, json_schema_extra={"unit": "MiB"})]
 Messages = Annotated[int, Field(ge=1, json_schema_extra={"unit": "messages/s"})]
 Pages = Annotated[int, Field(ge=1, json_schema_extra={"unit": "pages"})]

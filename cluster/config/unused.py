@@ -17,6 +17,8 @@ class Unused(NamedTuple):
     device: str | None = None  # of the workers, where the rule is about those of one kind
 
 
+BEHIND_HOST = "pages reach the disk through host memory; set cache.host_bytes"
+
 RULES = (
     Unused(
         "gateway.routing_policy",
@@ -37,7 +39,8 @@ RULES = (
     Unused("cache.host_bytes", "cache.prefix_sharing", lambda sharing: not sharing, "no prefix is cached then"),
     Unused("cache.verify_host", "cache.host_bytes", lambda host_bytes: host_bytes == 0),
     Unused("cache.verify_host", "cache.host_bytes", lambda host_bytes: host_bytes is None, device="cpu"),
-    Unused("cache.disk_path", "cache.host_bytes", lambda host_bytes: not host_bytes, "it is behind host memory"),
+    Unused("cache.disk_path", "cache.host_bytes", lambda host_bytes: host_bytes == 0, BEHIND_HOST),
+    Unused("cache.disk_path", "cache.host_bytes", lambda host_bytes: host_bytes is None, BEHIND_HOST, device="cpu"),
     Unused(
         "cache.disk_path",
         "record.folder",
@@ -65,11 +68,11 @@ RULES = (
         lambda method: method not in ("none", "ngram"),
         "what a model or a head drafts from cannot be parked",
     ),
-    Unused("adapters.max_rank", "adapters.max_resident", lambda most: not most, "no adapter is served then"),
-    Unused("adapters.host_bytes", "adapters.max_resident", lambda most: not most, "no adapter is served then"),
-    Unused("adapters.max_adapters", "adapters.max_resident", lambda most: not most, "no adapter is served then"),
-    Unused("adapters.folders", "adapters.max_resident", lambda most: not most, "no adapter is served then"),
-    Unused("adapters.allowed_root", "adapters.max_resident", lambda most: not most, "no adapter is served then"),
+    Unused("adapters.max_rank", "adapters.max_resident", lambda most: not most, "set adapters.max_resident"),
+    Unused("adapters.host_bytes", "adapters.max_resident", lambda most: not most, "set adapters.max_resident"),
+    Unused("adapters.max_adapters", "adapters.max_resident", lambda most: not most, "set adapters.max_resident"),
+    Unused("adapters.folders", "adapters.max_resident", lambda most: not most, "set adapters.max_resident"),
+    Unused("adapters.allowed_root", "adapters.max_resident", lambda most: not most, "set adapters.max_resident"),
     Unused("gateway.cors_origins", "gateway.http_port", lambda port: port is None, "there is no HTTP server then"),
     Unused("metrics.host", "metrics.port", lambda port: port is None),
     Unused("record.max_mib", "record.folder", lambda folder: folder is None),

@@ -139,8 +139,9 @@ class InputReader:
         if not request.HasField("prompt_name"):
             return recipe.default_prompt
         if request.prompt_name not in recipe.prompts:
-            named = ", ".join(sorted(recipe.prompts)) or "none"
-            raise InvalidRequest(f"prompt_name is {request.prompt_name!r:.80}; the checkpoint's are accepted: {named}")
+            named = ", ".join(sorted(recipe.prompts))
+            accepted = f"the checkpoint has {named}" if named else "the checkpoint has no prompts: leave it out"
+            raise InvalidRequest(f"prompt_name is {request.prompt_name!r:.80}; {accepted}")
         return recipe.prompts[request.prompt_name]
 
     @staticmethod

@@ -16,6 +16,7 @@ from tandem.cluster.supervision.process_settings import agreed_pages, check_memo
 from tandem.cluster.text.tokenizer import Tokenizer
 from tandem.workers.checkpoint.errors import ModelError
 from tandem.workers.config import WorkerConfig
+from tandem.workers.models.blocks.adapted_products import check_adaptable
 from tandem.workers.models.config import ModelConfig
 from tandem.workers.models.drafters.drafter_config import load_drafter_config
 from tandem.workers.models.drafters.load import check_drafter_weights
@@ -35,6 +36,7 @@ def check_model(config: ClusterConfig) -> int:
         tokenizer = Tokenizer.from_folder(folder)
         worker = worker_configs(config, model.max_length)[0]
         drafter = _check_drafter(worker, model, tokenizer)
+        _check_adaptable(config, model)
         check_ranks(config.island, (model, drafter))
         layout = kv_layout(model, worker.page_size, choose_scales(worker, model, drafter), drafter)
         check_snapshots(worker, layout)
@@ -53,6 +55,14 @@ def check_model(config: ClusterConfig) -> int:
         worker = replace(worker, max_model_len=max_model_len)
         check_memory(worker, layout, agreed_pages(config, (), max_model_len))
     return max_model_len
+
+
+def _check_adaptable(config: ClusterConfig, model: ModelConfig) -> None:
+    """ConfigError for adapters of a model that none can change."""
+    try:
+        check_adaptable(model, config.adapters.max_resident)
+    except ModelError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _check_drafter(worker: WorkerConfig, model: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig | None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tandem.cluster.adapters.book import AdapterBook, AdapterOrders
-from tandem.cluster.adapters.names import ServedNames
+from tandem.cluster.adapters.names import ServedNames, shown
 from tandem.cluster.adapters.values import Adapter, AdapterOrder, AdapterSet, check_name
 from tandem.cluster.errors import AdapterRefused, Unavailable, UnknownModel
 from tests.support.waiting import until
@@ -89,6 +89,14 @@ def test_unknown_names_are_told_what_is_served() -> None:
     names = ServedNames(["model"], AdapterSet(1, MappingProxyType({f"a{one}": RED for one in range(20)})))
     with pytest.raises(UnknownModel, match=r"model is 'x'; 'model', 'a0', .* and 13 more are served here"):
         names.adapter("x")
+
+
+def test_a_list_of_names_is_a_sentence() -> None:
+    assert [shown(["a", "b", "c"][:count]) for count in (1, 2, 3)] == [
+        "'a' is",
+        "'a' and 'b' are",
+        "'a', 'b' and 'c' are",
+    ]
 
 
 def test_a_process_that_has_just_started_refuses_no_name_for_good() -> None:

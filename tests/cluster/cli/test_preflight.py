@@ -315,6 +315,34 @@ def test_a_folder_for_logs_has_room_and_is_one(model: Path, monkeypatch: pytest.
     assert f"logging.folder: {logs} has 5 MiB free; at least 64 are needed: set" in refused(config, StartFailed)
 
 
+def test_a_folder_without_an_adapter_is_named(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    config = config_of(model, **{"adapters.max_resident": 2, "adapters.folders": {"x": str(folder)}})
+    assert refused(config) == f"adapters.folders.x: path is {folder}; it must be the folder of a PEFT adapter"
+    folder.mkdir()
+    assert refused(config) == f"adapters.folders.x: {folder}/adapter_config.json is not there"
+    fields = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
+    (folder / "adapter_model.bin").touch()
+    assert refused(config) == (
+        f"adapters.folders.x: {folder} has no adapter_model.safetensors, but adapter_model.bin, a pickle, which is "
+        "never read; a PEFT adapter with safetensors is accepted"
+    )
+
+
+def test_a_folder_for_prefixes_is_one(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each worker would refuse it after it has read its weights."""
+    monkeypatch.setattr(preflight.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    pages = tmp_path / "pages"
+    keys = {"cache.host_bytes": 1 << 20, "cache.disk_path": str(pages), "cache.disk_bytes": 1 << 20}
+    config = config_of(model, **keys)
+    check_host(config, own_ray=True)
+    pages.touch()
+    wrong = f"cache.disk_path: {pages} is no folder; set cache.disk_path to another one"
+    assert refused(config, StartFailed) == wrong
+    check_host(config, own_ray=False)  # the workers may be on other hosts
+
+
 def test_a_folder_for_records_has_room_for_one_of_each_worker(
     model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

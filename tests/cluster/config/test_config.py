@@ -459,7 +459,10 @@ def test_a_disk_needs_bytes_and_no_records() -> None:
     (said,) = refused(*disk)
     assert said.startswith("cache.disk_bytes is null; it must be a number of bytes where cache.disk_path is a folder")
     (said,) = refused("cache.disk_path=/tmp", "cache.disk_bytes=4096")
-    assert said == "cache.disk_path is '/tmp'; it must be null where cache.host_bytes is null: it is behind host memory"
+    assert said == (
+        "cache.disk_path is '/tmp'; it must be null where cache.host_bytes is null: pages reach the disk through host "
+        "memory; set cache.host_bytes"
+    )
     (said,) = refused(*disk, "cache.disk_bytes=4096", "record.folder=/tmp/records")
     assert said.startswith("cache.disk_path is '/tmp'; it must be null where record.folder is '/tmp/records': a replay")
 
@@ -471,3 +474,11 @@ def test_a_key_with_its_default_is_accepted_where_nothing_reads_it() -> None:
     load_config(
         None, {"gateway.routing_policy": "least_loaded", "speculation.method": "ngram", "speculation.max_ngram": 5}
     )
+
+
+@pytest.mark.parametrize("roles", ["adaptive", "colocated"])
+def test_workers_that_do_both_need_two_slots_for_adapters(roles: str) -> None:
+    (said,) = refused("adapters.max_resident=1", f"scheduler.roles={roles}")
+    assert said.startswith(f"adapters.max_resident is 1; it must be 0, or at least 2, where scheduler.roles is {roles}")
+    assert load_config(None, ["adapters.max_resident=1"]).adapters.is_on
+    assert load_config(None, ["adapters.max_resident=2", f"scheduler.roles={roles}"]).adapters.is_on

@@ -49,16 +49,18 @@ class _Sizes(NamedTuple):
     ends: tuple[int, ...]
 
 
+def check_adaptable(config: ModelConfig, num_slots: int) -> None:
+    """UnsupportedFeature for slots of a model whose layers are not those of the shared decoder."""
+    if num_slots and (config.compressed is not None or config.hyper is not None or config.encoder is not None):
+        raise UnsupportedFeature(
+            f"adapters.max_resident is {num_slots}; for {config.architecture} it must be 0: no adapter can change it"
+        )
+
+
 def adapt(config: ModelConfig, parameters: DecoderParameters, num_slots: int, rank: int) -> DecoderParameters:
     """The parameters, whose products add what adapters of up to `rank` hold in num_slots slots. They are filled, and no
-    decoder has taken them yet.
-
-    UnsupportedFeature for a model whose layers are not those of the shared decoder.
-    """
-    if config.compressed is not None or config.hyper is not None or config.encoder is not None:
-        raise UnsupportedFeature(
-            f"adapters.max_resident is {num_slots}; for {config.architecture} 0 is accepted: no adapter can change it"
-        )
+    decoder has taken them yet. Raises as check_adaptable()."""
+    check_adaptable(config, num_slots)
     ordered = _number_rows(parameters)
     sizes, numbers = _measure(config, ordered, rank)
     device, dtype = parameters.embedding.device, config.dtype

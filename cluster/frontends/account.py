@@ -6,6 +6,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from tandem import __version__
+from tandem.cluster.adapters.names import ServedNames
+from tandem.cluster.adapters.values import AdapterSet
 from tandem.cluster.config.cluster_config import ClusterConfig
 from tandem.cluster.peers.table import Column, GatewayTable
 from tandem.cluster.routing.islands import Islands
@@ -25,6 +27,7 @@ class ClusterAccount:
     started: float  # the gateway, in this host's monotonic seconds
     host: str  # the address of this host
     elsewhere: Callable[[], Awaitable[Gateways]]  # asks the gateway processes of other hosts
+    names: ServedNames
     grpc_address: str = ""
     http_address: str = ""  # empty where there is no HTTP server
     scaling: inference_pb2.ScalingInfo | None = None  # what the scaling policy is about; None without one
@@ -47,6 +50,7 @@ class ClusterAccount:
             scaling=self.scaling,
             starts_nothing=self.outage.reason,
         )
+        _name_adapters(info, self.names.adapters)
         _add(info, self.gateways_here())
         return info
 
@@ -76,3 +80,11 @@ def _add(info: inference_pb2.ClusterInfo, gateways: Gateways) -> None:
     info.queued += sum(gateway.queued for gateway in gateways)
     info.active += sum(gateway.active for gateway in gateways)
     info.gateway_restarts += sum(gateway.restarts for gateway in gateways)
+
+
+def _name_adapters(info: inference_pb2.ClusterInfo, served: AdapterSet) -> None:
+    """Workers know an adapter by the name of the last call that loaded it, even of one that the gateway then refused.
+    Of several names for the same weights it gets the first; one without a name keeps the worker's."""
+    names = {one.digest: name for name, one in sorted(served.by_name.items(), reverse=True)}
+    for one in (held for island in info.islands for worker in island.workers for held in worker.adapters):
+        one.name = names.get(one.digest, one.name)

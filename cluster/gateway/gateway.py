@@ -137,7 +137,7 @@ class Gateway:
         )
         self._links = PeerLinks(self._table, settings.peer_token, settings.peers, settings.number)
         self._account = ClusterAccount(
-            settings.config, self._islands, self._table, self._started, settings.node, self._links.gateways
+            settings.config, self._islands, self._table, self._started, settings.node, self._links.gateways, self._names
         )
         self._queue = AdmissionQueue(
             section.max_queued,

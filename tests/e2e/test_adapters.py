@@ -116,10 +116,12 @@ def test_models_and_the_cluster_tell_of_them(island: Island, adapted: Adapted) -
         name: (own["id"], str(adapted.folder(name))) for name in NAMES
     }
     with island.client() as client:
+        with pytest.raises(AdapterRefused, match="'b' has already been loaded"):  # which workers have taken for a name
+            client.add_adapter("b", str(adapted.folder("a")))
         listed = {one.name: one for one in client.adapters().adapters}
         assert {name: (one.workers, one.holding) for name, one in listed.items()} == dict.fromkeys(NAMES, (2, 2))
         for worker in client.cluster_info().islands[0].workers:
-            assert {one.digest for one in worker.adapters} == {one.digest for one in listed.values()}
+            assert {one.name: one.digest for one in worker.adapters} == {name: listed[name].digest for name in NAMES}
         over_grpc(island, "a")
         samples = Samples(client.metrics().text)
     assert samples.total("tandem:answered_requests_total", by="adapter") > 0

@@ -44,7 +44,7 @@ def batch(
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
 ) -> None:
-    """Answer a file of requests, behind live traffic.
+    """Answer a file of requests, at a low priority.
 
     Each result is one line of OUT, in the order in which they come. Run the command again after it was stopped, or
     killed: rows that have a result are not sent again. It exits with 1 when rows have ended with an error, or it

@@ -169,5 +169,5 @@ def _refuse_second(name: str, before: Adapter) -> NoReturn:
     """In the words that vLLM's clients know."""
     raise AdapterRefused(
         f"The lora adapter {name!r} has already been loaded, from {before.path} with other weights. Remove it first, "
-        "or set load_inplace to true to put these in their place."
+        "or replace it: set load_inplace to true, or give `tandem adapter add` the option --load-inplace."
     )

@@ -134,6 +134,7 @@ def test_a_second_addition_is_refused_unless_it_is_the_same(gateway: OpenGateway
     assert load(gateway, "red", root / "red").status_code == 200
     error = refused(load(gateway, "red", root / "blue"), 409)
     assert error["message"].startswith("The lora adapter 'red' has already been loaded")
+    assert error["message"].endswith("the option --load-inplace.")
     assert gateway.worker.held == {RED}
     assert load(gateway, "red", root / "blue", load_inplace=True).status_code == 200
     assert gateway.worker.held == {BLUE}

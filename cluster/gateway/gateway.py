@@ -319,7 +319,8 @@ class Gateway:
         http = [server for server in (self._http, self._monitor) if server is not None]
         ends = [asyncio.ensure_future(server.stop(grace + LAST_SECONDS)) for server in (self._server, *http)]
         await asyncio.wait(ends, timeout=grace)
-        self._requests.end(Unavailable(f"{CLUSTER_ENDS}{why}"))
+        for running in (self._requests, self._embeddings):
+            running.end(Unavailable(f"{CLUSTER_ENDS}{why}"))
         await asyncio.gather(*ends)
         self._port.release()
         for task in self._tasks:

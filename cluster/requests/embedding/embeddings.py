@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tandem.cache.plan.arrays import Int64Array
-from tandem.cluster.errors import InvalidRequest, Overloaded
+from tandem.cluster.errors import InvalidRequest, Overloaded, Unavailable
 from tandem.cluster.requests.body_budget import release_current_body
 from tandem.cluster.requests.embedding.inputs import InputReader
 from tandem.cluster.requests.embedding.reading import PromptReading, ReadAnswer, ReadingJob, Values
@@ -60,6 +60,14 @@ class Embeddings:
         self._observe, self._request_seconds = observe, request_seconds
         self._architecture = architecture
         self._held = 0
+        self._ended: Unavailable | None = None
+        self._running: set[asyncio.Task[ReadAnswer]] = set()
+
+    def end(self, error: Unavailable) -> None:
+        """Ends all calls with this error, and every later one."""
+        self._ended = error
+        for work in self._running:
+            work.cancel()
 
     @contextmanager
     def embedding_room(self, count: int, dimensions: int | None) -> Generator[None]:
@@ -114,7 +122,18 @@ class Embeddings:
         watched.begin(ValidRequest(job.request_id, job.prompts[0], NO_OUTPUT))
         limit = self._request_seconds if caller.seconds is None else min(caller.seconds, self._request_seconds)
         deadline = asyncio.get_running_loop().time() + limit
-        answer = await self._reading.run(job, caller.client, deadline, watched.observer)
+        if self._ended is not None:
+            raise self._ended
+        work = asyncio.create_task(self._reading.run(job, caller.client, deadline, watched.observer))
+        self._running.add(work)
+        try:
+            answer = await work
+        except asyncio.CancelledError:
+            if self._ended is not None:
+                raise self._ended from None
+            raise
+        finally:
+            self._running.discard(work)
         watched.observer.read(answer.usage)
         watched.usage, watched.timings = answer.usage, answer.timings
         return answer

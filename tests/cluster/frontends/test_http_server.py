@@ -326,6 +326,18 @@ class TestStop:
             assert not caplog.records  # uvicorn has cancelled nothing
 
 
+def test_prompts_that_are_read_end_with_the_gateway(model: Path) -> None:
+    with open_gateway(model, fails={"ReadPrompts": ["hang"]}) as opened:
+        answers: list[httpx.Response] = []
+        body = {"input": PROMPT}
+        asking = threading.Thread(target=lambda: answers.append(post(opened.http, "/v1/embeddings", body)))
+        asking.start()
+        until(lambda: opened.worker.priorities)
+        opened.events.run(opened.gateway.stop(0.05), timeout=30)
+        asking.join(20)
+    assert "the cluster ends: it was stopped" in refused(answers[0], 503)["message"]
+
+
 class TestPorts:
     def test_one_in_use_is_refused(self, quiet: OpenGateway, model: Path) -> None:
         port = int(quiet.http.rpartition(":")[2])

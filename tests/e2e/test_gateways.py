@@ -165,6 +165,7 @@ def test_both_processes_answer_through_both_frontends(cluster: Cluster, served: 
     pytest.fail(f"only process {seen} answered")
 
 
+@pytest.mark.gate("0")
 @pytest.mark.parametrize("old", [0, 1])
 def test_a_resume_takes_over_from_another_process(stubs: list[Any], case: Case, old: int) -> None:
     first = stubs[old].Generate(request(case, "mine"), timeout=60)
@@ -187,6 +188,7 @@ def test_an_id_that_another_process_runs_is_refused(stubs: list[Any], case: Case
     assert rest(stubs[1].Generate(request(case, "mine"), timeout=60)) == case.tokens
 
 
+@pytest.mark.long
 def test_of_calls_of_one_id_that_come_at_once_one_runs(stubs: list[Any], case: Case) -> None:
     with ThreadPoolExecutor(4) as pool:
         for number in range(3):
@@ -249,6 +251,7 @@ def test_tandems_client_goes_on_by_itself(served: str, case: Case) -> None:
     assert tokens_of(disturbed(served, case, kill)) == case.tokens
 
 
+@pytest.mark.long
 def test_a_process_that_is_stopped_ends_its_old_stream_when_it_goes_on(
     served: str, stubs: list[Any], case: Case
 ) -> None:
@@ -309,6 +312,7 @@ def flushed(address: str) -> Samples:
     return Samples(texts[-1])
 
 
+@pytest.mark.long
 def test_one_scrape_counts_all_processes_and_no_count_goes_down_with_one(
     served: str, stubs: list[Any], case: Case
 ) -> None:

@@ -10,7 +10,7 @@ from tests.chaos.ray_storm import SETTINGS
 from tests.support.free_ports import free_ports
 
 
-@pytest.mark.gate("GCS")
+@pytest.mark.long
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("part", ["GCS", "process host"])
 def test_a_start_is_interrupted(part: str, small_model: Path, tmp_path: Path) -> None:

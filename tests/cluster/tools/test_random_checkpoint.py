@@ -26,6 +26,7 @@ def load_oracle(folder: Path, **options: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, **options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("arch", HALVES)
 def test_transformers_loads_a_model_of_two_halves_and_agrees(tmp_path: Path, arch: str) -> None:
     from transformers import AutoModelForSeq2SeqLM, AutoTokenizer

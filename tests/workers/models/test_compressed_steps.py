@@ -110,6 +110,7 @@ def test_forwards_by_token_give_the_logits_of_transformers(
     torch.testing.assert_close(logits, expected[[70, 40, 68]], rtol=FLOAT32, atol=FLOAT32)
 
 
+@pytest.mark.long
 @torch.inference_mode()
 @pytest.mark.usefixtures("by_token")
 def test_the_kernels_of_a_gpu_give_the_logits_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

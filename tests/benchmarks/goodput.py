@@ -28,6 +28,10 @@ model is that of drafted_models.py, of whose drafted tokens --holds hold, and te
     messages_tokens          tokens a message
     token_to_off             token_ms ÷ that of the cluster without drafts; goodput_to_off likewise, below 1 for a loss
 
+With --reserved-output each fraction gets a cluster of its own, with the same requests. --pool-tokens bounds a worker's
+pages. --asked-tokens is the max_tokens of all requests, as of clients that send one number always: the benchmark ends
+each request where its drawn output ends.
+
 Requests to tandem name a target for their first token: --deadlines times the limit of their mix. --token-share of a
 sequence's tokens should come within the limit of gaps.
 
@@ -83,6 +87,8 @@ from tests.benchmarks.vllm_servers import SHIPPED, running_vllm
 CONFIGS = {0: "local.yaml", 1: "gpu-1.yaml", 2: "gpu-1p1d.yaml", 4: "gpu-2p2d.yaml"}
 ROLES = ("adaptive", "colocated", "split")
 METHODS = ("ngram", "draft_model", "mtp", "eagle3")
+PAGE_SIZE = 16  # with --pool-tokens
+PARKED_BYTES = 8 << 30
 OFF = "off"  # in place of a method
 TINY = "tiny"
 EIGHT_LAYERS = {"num_hidden_layers": 8}  # of the tiny model with drafts: an EAGLE-3 head takes the inputs of three
@@ -219,16 +225,22 @@ async def measure_target(
 
 @contextmanager
 def tandem_targets(
-    given: argparse.Namespace, model: Path, roles: str, drafts: dict[str, Any]
+    given: argparse.Namespace, model: Path, roles: str, more: dict[str, Any]
 ) -> Iterator[dict[str, TargetSpec]]:
-    """By frontend, of a cluster that runs until the context ends. drafts: keys of its configuration."""
+    """By frontend, of a cluster that runs until the context ends. more: keys of its configuration."""
     overrides: dict[str, Any] = {"scheduler.roles": roles, "gateway.http_port": 0}
     if roles != "split":  # whose workers compute no prompts beside rows
         overrides["scheduler.token_share"] = given.token_share
     overrides["model.max_model_len"] = max(_longest(MIXES[name]) for name in given.mixes)
     spec = TargetSpec()
+    if given.pool_tokens:
+        overrides |= {"cache.num_pages": given.pool_tokens // PAGE_SIZE, "cache.page_size": PAGE_SIZE}
+    if given.asked_tokens:
+        spec = replace(spec, asked_tokens=given.asked_tokens)
+        overrides["model.max_model_len"] += given.asked_tokens
+    overrides |= more
     if given.speculation:
-        overrides |= {"model.load_format": "safetensors"} | drafts
+        overrides["model.load_format"] = "safetensors"
         spec = replace(spec, temperature=1.0)
     with running_cluster(CONFIGS[given.gpus], model, overrides) as cluster:
         specs = {  # a salt each: no frontend finds prefixes of the other
@@ -238,8 +250,14 @@ def tandem_targets(
         yield {name: specs[name] for name in given.frontends}
 
 
-def drafting(given: argparse.Namespace, model: Path) -> dict[str, dict[str, Any]]:
-    """By the name of a method, "" where nothing is compared, the keys of a cluster's configuration. Writes drafters."""
+def variants(given: argparse.Namespace, model: Path) -> dict[str, dict[str, Any]]:
+    """The keys of a cluster's configuration by the variant's name, "" where nothing is compared. Writes drafters."""
+    if given.reserved_output:
+        parked = {"cache.parked_bytes": PARKED_BYTES}
+        return {
+            f"reserved {part:g}": {"scheduler.reserved_output": part} | (parked if part < 1 else {})
+            for part in given.reserved_output
+        }
     if not given.speculation:
         return {"": {}}
     more = {"speculation.max_step_tokens": given.step_tokens, "speculation.tokens": given.draft_tokens}
@@ -254,10 +272,10 @@ def measure_all(given: argparse.Namespace, model: Path, logs: Path, plan: Plan) 
     budget = Budget(given.seconds)
     if given.vllm:
         found["vllm"] = asyncio.run(measure_target(TargetSpec(urls=tuple(given.vllm)), plan, budget))
-    clusters = [(roles, *one) for roles in given.roles for one in drafting(given, model).items()]
-    for roles, method, drafts in budget.within(clusters):
-        began, title = time.perf_counter(), f"{roles} {method}".strip()
-        with tandem_targets(given, model, roles, drafts) as targets:
+    clusters = [(roles, *one) for roles in given.roles for one in variants(given, model).items()]
+    for roles, variant, more in budget.within(clusters):
+        began, title = time.perf_counter(), f"{roles} {variant}".strip()
+        with tandem_targets(given, model, roles, more) as targets:
             print(f"{title}: ready after {time.perf_counter() - began:.1f} s", file=sys.stderr, flush=True)
             for frontend, spec in targets.items():
                 found[f"{title} {frontend}"] = asyncio.run(measure_target(spec, plan, budget, given.deadlines))
@@ -351,6 +369,9 @@ def parse_options() -> argparse.Namespace:
         parser, "--roles", choices=ROLES, default=["adaptive"], nargs="*", help="a cluster each, one by one; or none"
     )
     add_list(parser, "--speculation", choices=METHODS, nargs="*", default=[], help="a cluster each, beside one without")
+    add_list(parser, "--reserved-output", float, default=[], help="fractions, a cluster each")
+    parser.add_argument("--pool-tokens", type=int, help="that a worker's pages hold; else what its memory allows")
+    parser.add_argument("--asked-tokens", type=int, help="max_tokens of all requests, with --grpc; else what they take")
     parser.add_argument("--holds", type=float, default=0.7, help="part of tried drafted tokens that holds")
     parser.add_argument("--draft-tokens", type=int, default=3, help="most of a draft")
     parser.add_argument("--step-tokens", type=int, default=32, help="most of a step with drafts")
@@ -378,6 +399,10 @@ def parse_options() -> argparse.Namespace:
     given.frontends = list(dict.fromkeys(given.frontends or ["http"]))
     if given.gpus == 1 and "split" in given.roles:
         parser.error("--roles has split, which needs --gpus 2 or 4")
+    if given.asked_tokens and given.frontends != ["grpc"]:
+        parser.error("--asked-tokens needs --grpc alone")
+    if given.reserved_output and given.speculation:
+        parser.error("--reserved-output and --speculation are compared one at a time")
     if "mtp" in given.speculation and given.shape not in (TINY, AIR_CUT, HYBRID):
         parser.error(f"--speculation has mtp, which needs --shape {AIR_CUT} or {HYBRID}")
     return given

@@ -10,7 +10,8 @@ steps: decode steps of some rows while pages of nobody are copied in both direct
     begin_ms: host time of the calls that begin the copies of some steps.
 trace: users who each send their next turn when they have its answer. A worker decodes and computes prompts; its pages
     hold 1 / --working-set of what all users need at the end. With and without host memory, each in a cluster of its
-    own. tokens_per_second: of answers. to_without: ÷ the same without.
+    own; --sides vllm adds vLLM's server with as many pages and its offload to as much host memory. tokens_per_second:
+    of answers. to_without, to_vllm: ÷ the same without host memory, and of vLLM.
 
 Without a GPU: --device cpu --model tiny. A part of it: --parts copies first_token
 """
@@ -19,10 +20,12 @@ import argparse
 import asyncio
 import gc
 import json
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -33,20 +36,26 @@ import torch
 from tandem.cache.plan.arrays import Int32Array
 from tandem.cache.store.host_store import HostStore
 from tandem.cache.store.page_store import NamedPages
-from tandem.cluster.client import AsyncClient
+from tandem.cluster.tools.bench.open_target import open_target
+from tandem.cluster.tools.bench.sessions import Message
+from tandem.cluster.tools.bench.targets import Target, TargetSpec
+from tandem.cluster.tools.bench.timeline import Running
 from tandem.workers.models.registry import load_config
 from tandem.workers.runner.model_cache import kv_layout
 from tandem.workers.sampling.sample_batch import SampleBatch
 from tests.benchmarks.measured import Measured, rounded
 from tests.benchmarks.model_bench import GREEDY, ModelBench, synchronize
-from tests.benchmarks.model_shapes import SHAPES, write_shape, write_tiny
+from tests.benchmarks.model_shapes import SHAPES, add_tokenizer, write_shape, write_tiny
 from tests.benchmarks.options import add_list, benchmark_parser
 from tests.benchmarks.pair import running_cluster
 from tests.benchmarks.results import Numbers, at_least, at_most, noted, percentile, print_result, print_skipped
 from tests.benchmarks.step_bench import PAGE_SIZE, SEGMENT, WARM_STEPS, step_times
+from tests.benchmarks.vllm_servers import SHIPPED, running_vllm
 
 PARTS = ("copies", "first_token", "steps", "trace")
+SIDES = WITHOUT, WITH, VLLM = "without", "with", "vllm"
 TINY = "tiny"
+ANSWER_SECONDS = 600.0
 LINK_BYTES = 1 << 30
 CHUNK, ROUNDS, SEGMENTS = 8192, 3, 6
 TAIL = 64  # tokens of the prompt behind its prefix
@@ -214,59 +223,84 @@ class Users:
     def longest(self) -> int:
         return len(self._questions[0]) * (self.question + self.answer)
 
-    async def run(self, address: str) -> float:
+    async def run(self, spec: TargetSpec) -> float:
         """Seconds from the first request to the last token."""
+        async with aclosing(open_target(spec)) as target:
+            asked = replace(spec, model=(await target.served()).model)
         began = time.perf_counter()
-        async with AsyncClient(address) as client, asyncio.TaskGroup() as group:
+        async with aclosing(open_target(asked)) as target, asyncio.TaskGroup() as group:
             for questions in self._questions:
-                group.create_task(self._user(client, questions))
+                group.create_task(self._user(target, questions))
         return time.perf_counter() - began
 
-    async def _user(self, client: AsyncClient, questions: list[list[int]]) -> None:
+    async def _user(self, target: Target, questions: list[list[int]]) -> None:
         prompt: list[int] = []
         for question in questions:
             prompt = prompt + question
-            sent, answer = time.perf_counter(), list[int]()
-            options = {"max_tokens": self.answer, "temperature": 0, "ignore_eos": True, "timeout": 600}
-            async for update in client.generate(prompt, **options):
-                if not answer:
-                    self.firsts.append(time.perf_counter() - sent)
-                answer += update.token_ids
-                if update.usage is not None:
-                    self.prompt_tokens += update.usage.prompt_tokens
-                    self.cached_tokens += update.usage.cached_tokens
-            prompt = prompt + answer
+            running = Running(self.answer, time.perf_counter(), keeps_tokens=True)
+            await target.stream([Message("user", token_ids=prompt)], running, ANSWER_SECONDS)
+            self.firsts.append(running.arrivals[0] - running.sent)
+            self.prompt_tokens += running.prompt_tokens
+            self.cached_tokens += running.cached_tokens
+            prompt = prompt + running.token_ids
+
+    def numbers(self, seconds: float, turns: int) -> Numbers:
+        return {
+            "seconds": rounded(seconds),
+            "tokens_per_second": rounded(turns * self.answer / seconds),
+            "first_token_p50_ms": rounded(percentile(self.firsts, 50) * 1e3),
+            "first_token_p99_ms": rounded(percentile(self.firsts, 99) * 1e3),
+            "cached_share": rounded(self.cached_tokens / self.prompt_tokens),
+        }
+
+
+@contextmanager
+def trace_target(
+    options: argparse.Namespace, side: str, model: Path, users: Users, num_pages: int
+) -> Iterator[TargetSpec]:
+    """A server whose pages hold num_pages, until the context ends. side: one of SIDES."""
+    host_bytes = int(1.25 * options.working_set * options.pool_gb * 1e9)
+    longest = users.longest + PAGE_SIZE
+    if side == VLLM:
+        flags = [
+            *("--enable-prefix-caching", "--block-size", str(PAGE_SIZE), "--num-gpu-blocks-override", str(num_pages)),
+            *("--max-model-len", str(longest), "--max-num-seqs", str(options.users)),
+            *("--kv-offloading-size", str(host_bytes / (1 << 30)), "--kv-offloading-backend", "native"),
+        ]
+        with running_vllm(options.vllm_site, model, SHIPPED, 1, model.parent, flags) as urls:
+            yield TargetSpec(urls=tuple(urls))
+        return
+    overrides: dict[str, Any] = {
+        "cache.num_pages": num_pages,
+        "cache.page_size": PAGE_SIZE,
+        "cache.host_bytes": host_bytes if side == WITH else 0,
+        "model.max_model_len": longest,
+        "scheduler.max_sequences": options.users,
+        "scheduler.roles": "colocated",
+        "island.num_prefill": 0,
+    }
+    deploy = "gpu-1.yaml" if options.device == "cuda" else "local.yaml"
+    with running_cluster(deploy, model, overrides) as cluster:
+        yield TargetSpec(grpc=cluster.grpc_address)
 
 
 def measure_trace(options: argparse.Namespace) -> Numbers:
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(options.model, Path(folder))
+        if VLLM in options.sides:
+            add_tokenizer(model)
         config = load_config(model, "bfloat16" if options.device == "cuda" else "float32")
-        page_bytes = kv_layout(config, PAGE_SIZE).page_bytes(0)
-        num_pages = int(options.pool_gb * 1e9) // page_bytes
+        num_pages = int(options.pool_gb * 1e9) // kv_layout(config, PAGE_SIZE).page_bytes(0)
         found: Numbers = {"pool_pages": num_pages}
-        for title, host_bytes in (("without", 0), ("with", int(1.25 * options.working_set * options.pool_gb * 1e9))):
+        for side in options.sides:
             users = Users(options, int(options.working_set * num_pages) * PAGE_SIZE, config.vocab_size)
-            overrides: dict[str, Any] = {
-                "cache.num_pages": num_pages,
-                "cache.page_size": PAGE_SIZE,
-                "cache.host_bytes": host_bytes,
-                "model.max_model_len": users.longest + PAGE_SIZE,
-                "scheduler.max_sequences": options.users,
-                "scheduler.roles": "colocated",
-                "island.num_prefill": 0,
-            }
-            deploy = "gpu-1.yaml" if options.device == "cuda" else "local.yaml"
-            with running_cluster(deploy, model, overrides) as cluster:
-                seconds = asyncio.run(users.run(cluster.grpc_address))
-            found[title] = {
-                "seconds": rounded(seconds),
-                "tokens_per_second": rounded(options.users * options.turns * users.answer / seconds),
-                "first_token_p50_ms": rounded(percentile(users.firsts, 50) * 1e3),
-                "first_token_p99_ms": rounded(percentile(users.firsts, 99) * 1e3),
-                "cached_share": rounded(users.cached_tokens / users.prompt_tokens),
-            }
-    found["to_without"] = rounded(found["with"]["tokens_per_second"] / found["without"]["tokens_per_second"])
+            with trace_target(options, side, model, users, num_pages) as target:
+                seconds = asyncio.run(users.run(target))
+            found[side] = users.numbers(seconds, options.users * options.turns)
+            print(side, json.dumps(found[side]), file=sys.stderr, flush=True)  # for who ends the benchmark early
+    for side in (WITHOUT, VLLM):
+        if {WITH, side} <= found.keys():
+            found[f"to_{side}"] = rounded(found[WITH]["tokens_per_second"] / found[side]["tokens_per_second"])
     return found
 
 
@@ -278,6 +312,7 @@ def targets_of(result: Numbers) -> list[dict[str, Any]]:
         ("first_token", "to_computed", 0.25, at_most),
         ("steps", "to_quiet", 1.03, at_most),
         ("trace", "to_without", 2.0, at_least),
+        ("trace", "to_vllm", 1.0, at_least),
     ):
         if key in result.get(part, {}):
             targets.append(bound(f"{part}: {key}", result[part][key], limit))
@@ -297,7 +332,11 @@ def main() -> None:
     parser.add_argument("--answer", type=int, default=64, help="tokens of each answer of the trace")
     parser.add_argument("--pool-gb", type=float, default=16.0, help="pages of the trace's worker")
     parser.add_argument("--working-set", type=float, default=3.0, help="what all users need at the end, in pools")
+    add_list(parser, "--sides", default=SIDES[:2], choices=SIDES, help="of the trace; vllm needs --vllm-site")
+    parser.add_argument("--vllm-site", type=Path, help="folder of packages with vLLM")
     options = parser.parse_args()
+    if VLLM in options.sides and options.vllm_site is None:
+        parser.error("--sides has vllm, which needs --vllm-site")
     if options.device == "cuda" and not torch.cuda.is_available():
         print_skipped("no CUDA GPU")
         return

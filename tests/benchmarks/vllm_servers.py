@@ -22,10 +22,13 @@ SETTINGS = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHIN
 
 
 @contextmanager
-def running_vllm(site: Path, model: Path, variant: str, gpus: int, logs: Path) -> Iterator[list[str]]:
+def running_vllm(
+    site: Path, model: Path, variant: str, gpus: int, logs: Path, flags: Sequence[str] = ()
+) -> Iterator[list[str]]:
     """URLs of servers that are ready, until the context ends.
 
     site: the folder of packages with vLLM. variant: most tokens of a step, or SHIPPED. logs: folder of what they write.
+    flags: further flags of the servers; where they contradict the usual ones, they win.
     Raises BenchmarkFailed when one ends or is not ready within READY_SECONDS.
     """
     visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))).split(",")
@@ -33,7 +36,9 @@ def running_vllm(site: Path, model: Path, variant: str, gpus: int, logs: Path) -
     try:
         ports = free_ports(len(visible[:gpus]))
         for number, (gpu, port) in enumerate(zip(visible, ports, strict=False)):
-            servers.append(_start(site, model, variant, gpu, port, logs / f"vllm-{variant}-{number}.log"))
+            servers.append(
+                _start(site, [*_command_of(model, variant, port), *flags], gpu, logs / f"vllm-{variant}-{number}.log")
+            )
         urls = [f"{LOCAL}:{port}" for port in ports]
         _wait(servers, urls, logs)
         yield urls
@@ -47,11 +52,11 @@ def _command_of(model: Path, variant: str, port: int) -> list[str]:
     return command if variant == SHIPPED else [*command, "--max-num-batched-tokens", variant]
 
 
-def _start(site: Path, model: Path, variant: str, gpu: str, port: int, log: Path) -> "subprocess.Popen[bytes]":
+def _start(site: Path, command: Sequence[str], gpu: str, log: Path) -> "subprocess.Popen[bytes]":
     environment = os.environ | SETTINGS | {"CUDA_VISIBLE_DEVICES": gpu, "PYTHONPATH": str(site)}
     with log.open("wb") as file:
         return subprocess.Popen(
-            _command_of(model, variant, port),
+            command,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=file,

@@ -60,6 +60,7 @@ class GrpcTarget:
         if spec.first_token_seconds is not None:
             self._sampling["first_token_seconds"] = spec.first_token_seconds
         self._salt = spec.salt
+        self._asked_tokens = spec.asked_tokens
 
     async def served(self) -> Served:
         info = await self._clients[0].model_info()
@@ -67,7 +68,7 @@ class GrpcTarget:
 
     async def stream(self, messages: Sequence[Message], running: Running, timeout: float) -> None:
         prompt = [token for message in messages for token in message.token_ids]
-        sampling: dict[str, Any] = self._sampling | {"max_tokens": running.expected_tokens}
+        sampling: dict[str, Any] = self._sampling | {"max_tokens": self._asked_tokens or running.expected_tokens}
         updates = next(self._turns).generate(prompt, timeout=timeout, cache_salt=self._salt, **sampling)
         running.sent = perf_counter()
         try:
@@ -77,6 +78,9 @@ class GrpcTarget:
                     running.output_tokens += len(update.token_ids)
                     if running.keeps_tokens:
                         running.token_ids += update.token_ids
+                    if self._asked_tokens and running.output_tokens >= running.expected_tokens:
+                        running.prompt_tokens = len(prompt)
+                        break
                 if update.usage is not None:
                     running.prompt_tokens = update.usage.prompt_tokens
                     running.cached_tokens = update.usage.cached_tokens

@@ -42,8 +42,12 @@ class Target(Protocol):
 
 @dataclass(frozen=True)
 class TargetSpec:
-    """Where a target is, and what its requests ask for, as plain values. grpc (HOST:PORT) is given, or urls: of servers
-    that share the requests. first_token_seconds: tandem's parameter of that name."""
+    """Where a target is, and what its requests ask for, as plain values.
+
+    grpc (HOST:PORT) is given, or urls: of servers that share the requests. first_token_seconds: tandem's parameter of
+    that name. asked_tokens: max_tokens of each request over gRPC, which the target ends when its expected tokens have
+    come; None asks for these.
+    """
 
     grpc: str = ""
     urls: tuple[str, ...] = ()
@@ -56,3 +60,4 @@ class TargetSpec:
     tls_key: str | None = None
     temperature: float = field(default=0.0, kw_only=True)
     first_token_seconds: float | None = field(default=None, kw_only=True)
+    asked_tokens: int | None = field(default=None, kw_only=True)

@@ -1,0 +1,158 @@
+"""First tokens of requests with a high priority: on a worker full of others, against an idle one; JSON.
+
+One worker computes prompts and decodes. Requests of the high class (priority -1) arrive at random, --rate a second;
+their prompts have the lengths of mix A. In the busy part, --low requests of priority 0 run or wait all the time, more
+than the worker has sequences (--sequences) or pages (--pool-tokens): it parks the latest of them for each of the high
+class.
+
+quiet, busy: of the high class, first_token_p50_ms and first_token_p99_ms, and its number of requests.
+    low_tokens_s: tokens a second of the low class beside it. parked: how often a sequence was parked.
+to_quiet: the busy p99 ÷ the quiet one.
+
+Without a GPU: --device cpu --model tiny
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tandem.cluster.client import AsyncClient
+from tandem.cluster.tools.bench.lengths import Lengths
+from tandem.cluster.tools.bench.mixes import MIXES
+from tandem.workers.models.registry import load_config
+from tests.benchmarks.load import LOWEST_TOKEN
+from tests.benchmarks.measured import rounded
+from tests.benchmarks.model_shapes import SHAPES, write_shape, write_tiny
+from tests.benchmarks.options import benchmark_parser
+from tests.benchmarks.pair import running_cluster
+from tests.benchmarks.results import Numbers, at_most, percentile, print_result
+
+TINY = "tiny"
+HIGH, LOW = -1, 0
+HIGH_OUTPUT = 32  # tokens
+PAGE_SIZE = 16
+WARM_SECONDS = 5.0
+CALL_SECONDS = 300.0
+PARKED_BYTES = {"cuda": 16 << 30, "cpu": 1 << 28}
+TARGET = 1.2
+
+
+class Traffic:
+    """Both classes of requests to one gateway."""
+
+    def __init__(self, client: AsyncClient, options: argparse.Namespace, vocab_size: int) -> None:
+        self._client = client
+        self._options = options
+        self._vocab_size = vocab_size
+        mix = MIXES["laptop" if options.model == TINY else "A"]
+        self._prompts, self._outputs = mix.prompts, Lengths.uniform(mix.outputs.high, 2 * mix.outputs.high)
+        self._draw = np.random.default_rng(7)
+        self.low_tokens = 0
+
+    async def first_tokens(self, seconds: float, seed: int) -> list[float]:
+        """Seconds to the first token of each request of the high class that arrives within `seconds`."""
+        arrivals = random.Random(seed)
+        waits: list[asyncio.Task[float]] = []
+        until = time.perf_counter() + seconds
+        async with asyncio.TaskGroup() as group:
+            while time.perf_counter() < until:
+                waits.append(group.create_task(self._request(HIGH, HIGH_OUTPUT)))
+                await asyncio.sleep(arrivals.expovariate(self._options.rate))
+        return [task.result() for task in waits]
+
+    async def keep_full(self) -> None:
+        """Sends requests of the low class, one after another in each of --low tasks, until it is cancelled."""
+
+        async def one_after_another() -> None:
+            while True:
+                await self._request(LOW, self._outputs.sample(self._draw))
+
+        async with asyncio.TaskGroup() as group:
+            for _ in range(self._options.low):
+                group.create_task(one_after_another())
+
+    async def _request(self, priority: int, output: int) -> float:
+        length = self._prompts.sample(self._draw)
+        prompt = self._draw.integers(LOWEST_TOKEN, self._vocab_size, length).tolist()
+        sampling: dict[str, Any] = {"max_tokens": output, "temperature": 0, "ignore_eos": True, "priority": priority}
+        sent, first = time.perf_counter(), 0.0
+        async for update in self._client.generate(prompt, timeout=CALL_SECONDS, **sampling):
+            if update.token_ids:
+                first = first or time.perf_counter() - sent
+                self.low_tokens += len(update.token_ids) * (priority == LOW)
+        return first
+
+
+def told(firsts: list[float]) -> Numbers:
+    return {
+        "requests": len(firsts),
+        "first_token_p50_ms": rounded(percentile(firsts, 50) * 1e3),
+        "first_token_p99_ms": rounded(percentile(firsts, 99) * 1e3),
+    }
+
+
+def parked_count(http_address: str) -> int:
+    """How often a worker has parked a sequence, by the gateway's metrics."""
+    with urllib.request.urlopen(f"http://{http_address}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return int(sum(float(line.split()[-1]) for line in lines if line.startswith("tandem:worker_parks_total")))
+
+
+async def measure(options: argparse.Namespace, grpc_address: str, http_address: str, vocab_size: int) -> Numbers:
+    async with AsyncClient(grpc_address) as client:
+        traffic = Traffic(client, options, vocab_size)
+        await traffic.first_tokens(WARM_SECONDS, seed=0)
+        quiet = told(await traffic.first_tokens(options.window, seed=1))
+        print("quiet", json.dumps(quiet), file=sys.stderr, flush=True)
+        low = asyncio.create_task(traffic.keep_full())
+        await asyncio.sleep(2 * WARM_SECONDS)
+        traffic.low_tokens, began, parked = 0, time.perf_counter(), parked_count(http_address)
+        busy = told(await traffic.first_tokens(options.window, seed=1))
+        busy["low_tokens_s"] = rounded(traffic.low_tokens / (time.perf_counter() - began))
+        busy["parked"] = parked_count(http_address) - parked
+        low.cancel()
+        await asyncio.wait([low])
+    return {"quiet": quiet, "busy": busy, "to_quiet": rounded(busy["first_token_p99_ms"] / quiet["first_token_p99_ms"])}
+
+
+def main() -> None:
+    parser = benchmark_parser(__file__, __doc__)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--model", default="qwen3-8b", choices=[TINY, *SHAPES])
+    parser.add_argument("--rate", type=float, default=3.0, help="requests of the high class a second")
+    parser.add_argument("--window", type=float, default=40.0, help="seconds of each part")
+    parser.add_argument("--low", type=int, default=96, help="requests of the low class at a time")
+    parser.add_argument("--sequences", type=int, default=64, help="most that the worker decodes at a time")
+    parser.add_argument("--pool-tokens", type=int, help="that the worker's pages hold; else what its memory allows")
+    options = parser.parse_args()
+    overrides: dict[str, Any] = {
+        "cache.parked_bytes": PARKED_BYTES[options.device],
+        "gateway.priorities": [HIGH, 10],
+        "gateway.http_port": 0,
+        "scheduler.max_sequences": options.sequences,
+        "scheduler.roles": "colocated",
+        "island.num_prefill": 0,
+    }
+    if options.pool_tokens:
+        overrides |= {"cache.page_size": PAGE_SIZE, "cache.num_pages": options.pool_tokens // PAGE_SIZE}
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_tiny(Path(folder)) if options.model == TINY else write_shape(options.model, Path(folder))
+        vocab_size = load_config(model, "float32").vocab_size
+        deploy = "gpu-1.yaml" if options.device == "cuda" else "local.yaml"
+        with running_cluster(deploy, model, overrides) as cluster:
+            result = asyncio.run(measure(options, cluster.grpc_address, str(cluster.http_address), vocab_size))
+    targets = [at_most("first token of the high class: busy p99 ÷ quiet p99", result["to_quiet"], TARGET)]
+    print_result({"model": options.model, **result, "targets": targets}, options, gpus=int(options.device == "cuda"))
+
+
+if __name__ == "__main__":
+    main()

@@ -262,12 +262,13 @@ def trace_target(
     host_bytes = int(1.25 * options.working_set * options.pool_gb * 1e9)
     longest = users.longest + PAGE_SIZE
     if side == VLLM:
+        logs = Path(tempfile.gettempdir())  # which outlasts this run
         flags = [
             *("--enable-prefix-caching", "--block-size", str(PAGE_SIZE), "--num-gpu-blocks-override", str(num_pages)),
             *("--max-model-len", str(longest), "--max-num-seqs", str(options.users)),
             *("--kv-offloading-size", str(host_bytes / (1 << 30)), "--kv-offloading-backend", "native"),
         ]
-        with running_vllm(options.vllm_site, model, SHIPPED, 1, model.parent, flags) as urls:
+        with running_vllm(options.vllm_site, model, SHIPPED, 1, logs, flags) as urls:
             yield TargetSpec(urls=tuple(urls))
         return
     overrides: dict[str, Any] = {

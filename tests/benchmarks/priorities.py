@@ -5,7 +5,8 @@ their prompts have the lengths of mix A. In the busy part, --low requests of pri
 than the worker has sequences (--sequences) or pages (--pool-tokens): it parks the latest of them for each of the high
 class.
 
-quiet, busy: of the high class, first_token_p50_ms and first_token_p99_ms, and its number of requests.
+quiet, busy: of the high class, its number of requests, first_token_p50_ms and first_token_p99_ms, and parts of that:
+    queue_p50_ms until the gateway places it, prefill_p50_ms until its prompt is computed. busy has also
     low_tokens_s: tokens a second of the low class beside it. parked: how often a sequence was parked.
 to_quiet: the busy p99 ÷ the quiet one.
 
@@ -21,7 +22,7 @@ import tempfile
 import time
 import urllib.request
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -58,16 +59,16 @@ class Traffic:
         self._draw = np.random.default_rng(7)
         self.low_tokens = 0
 
-    async def first_tokens(self, seconds: float, seed: int) -> list[float]:
-        """Seconds to the first token of each request of the high class that arrives within `seconds`."""
+    async def high_class(self, seconds: float, seed: int) -> Numbers:
+        """What is told of the requests of the high class that arrive within `seconds`."""
         arrivals = random.Random(seed)
-        waits: list[asyncio.Task[float]] = []
+        waits: list[asyncio.Task[First]] = []
         until = time.perf_counter() + seconds
         async with asyncio.TaskGroup() as group:
             while time.perf_counter() < until:
                 waits.append(group.create_task(self._request(HIGH, HIGH_OUTPUT)))
                 await asyncio.sleep(arrivals.expovariate(self._options.rate))
-        return [task.result() for task in waits]
+        return told([task.result() for task in waits])
 
     async def keep_full(self) -> None:
         """Sends requests of the low class, one after another in each of --low tasks, until it is cancelled."""
@@ -80,23 +81,36 @@ class Traffic:
             for _ in range(self._options.low):
                 group.create_task(one_after_another())
 
-    async def _request(self, priority: int, output: int) -> float:
+    async def _request(self, priority: int, output: int) -> "First":
         length = self._prompts.sample(self._draw)
         prompt = self._draw.integers(LOWEST_TOKEN, self._vocab_size, length).tolist()
         sampling: dict[str, Any] = {"max_tokens": output, "temperature": 0, "ignore_eos": True, "priority": priority}
-        sent, first = time.perf_counter(), 0.0
+        sent, first, timings = time.perf_counter(), 0.0, None
         async for update in self._client.generate(prompt, timeout=CALL_SECONDS, **sampling):
             if update.token_ids:
                 first = first or time.perf_counter() - sent
                 self.low_tokens += len(update.token_ids) * (priority == LOW)
-        return first
+            timings = update.timings or timings
+        assert timings is not None, "the last message has them"
+        return First(first, timings.queue_seconds, timings.prefill_seconds)
 
 
-def told(firsts: list[float]) -> Numbers:
+class First(NamedTuple):
+    """Seconds to a request's first token, in the gateway's queue, and of its prompt."""
+
+    whole: float
+    queue: float
+    prefill: float
+
+
+def told(firsts: list[First]) -> Numbers:
+    whole = [one.whole for one in firsts]
     return {
         "requests": len(firsts),
-        "first_token_p50_ms": rounded(percentile(firsts, 50) * 1e3),
-        "first_token_p99_ms": rounded(percentile(firsts, 99) * 1e3),
+        "first_token_p50_ms": rounded(percentile(whole, 50) * 1e3),
+        "first_token_p99_ms": rounded(percentile(whole, 99) * 1e3),
+        "queue_p50_ms": rounded(percentile([one.queue for one in firsts], 50) * 1e3),
+        "prefill_p50_ms": rounded(percentile([one.prefill for one in firsts], 50) * 1e3),
     }
 
 
@@ -110,13 +124,13 @@ def parked_count(http_address: str) -> int:
 async def measure(options: argparse.Namespace, grpc_address: str, http_address: str, vocab_size: int) -> Numbers:
     async with AsyncClient(grpc_address) as client:
         traffic = Traffic(client, options, vocab_size)
-        await traffic.first_tokens(WARM_SECONDS, seed=0)
-        quiet = told(await traffic.first_tokens(options.window, seed=1))
+        await traffic.high_class(WARM_SECONDS, seed=0)
+        quiet = await traffic.high_class(options.window, seed=1)
         print("quiet", json.dumps(quiet), file=sys.stderr, flush=True)
         low = asyncio.create_task(traffic.keep_full())
         await asyncio.sleep(2 * WARM_SECONDS)
         traffic.low_tokens, began, parked = 0, time.perf_counter(), parked_count(http_address)
-        busy = told(await traffic.first_tokens(options.window, seed=1))
+        busy = await traffic.high_class(options.window, seed=1)
         busy["low_tokens_s"] = rounded(traffic.low_tokens / (time.perf_counter() - began))
         busy["parked"] = parked_count(http_address) - parked
         low.cancel()
@@ -132,6 +146,7 @@ def main() -> None:
     parser.add_argument("--window", type=float, default=40.0, help="seconds of each part")
     parser.add_argument("--low", type=int, default=96, help="requests of the low class at a time")
     parser.add_argument("--sequences", type=int, default=64, help="most that the worker decodes at a time")
+    parser.add_argument("--batch-tokens", type=int, help="most of a step; else the configuration's")
     parser.add_argument("--pool-tokens", type=int, help="that the worker's pages hold; else what its memory allows")
     options = parser.parse_args()
     overrides: dict[str, Any] = {
@@ -142,6 +157,8 @@ def main() -> None:
         "scheduler.roles": "colocated",
         "island.num_prefill": 0,
     }
+    if options.batch_tokens:
+        overrides["scheduler.max_batch_tokens"] = options.batch_tokens
     if options.pool_tokens:
         overrides |= {"cache.page_size": PAGE_SIZE, "cache.num_pages": options.pool_tokens // PAGE_SIZE}
     with tempfile.TemporaryDirectory() as folder:

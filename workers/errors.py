@@ -5,6 +5,7 @@ WorkerError
 │   └── BadAdapter          a folder that holds no adapter which can be served
 ├── AdapterNotHeld     another worker may have the request's adapter
 ├── NoRoom             try again later
+│   └── NoSlot              all slots for adapters are in use
 ├── Stale              the call is too late
 │   ├── StaleReservation
 │   └── StaleEpoch
@@ -16,6 +17,7 @@ WorkerError
 """
 
 from concurrent.futures import Future
+from typing import ClassVar
 
 
 class WorkerError(Exception):
@@ -45,6 +47,13 @@ class NoRoom(WorkerError):
 
     coming: "Future[None] | None" = None
     would_park: bool = False
+    lacks_slot: ClassVar[bool] = False
+
+
+class NoSlot(NoRoom):
+    """Other requests use all slots for LoRA adapters. Requests without an adapter, or with one in a slot, have room."""
+
+    lacks_slot = True
 
 
 class Stale(WorkerError):

@@ -15,6 +15,8 @@ LEAST_RETRY_SECONDS = 0.1
 FIRST_GUESS_SECONDS = 1.0  # between two turns, before any was measured
 SMOOTHING = 0.2
 LOOK_SECONDS = 0.002  # between two looks at the other processes' rows
+ASIDE_SECONDS = 0.1  # for which requests of a group that lacks room of its own let others pass
+ASIDE_EACH_SECONDS = 0.005  # the same for each such group, so that many of them do not ask all the time
 SILENT_NS = 500_000_000  # who has not looked for room for so long is not waited for
 
 
@@ -32,6 +34,7 @@ class _Waiter:
     requests: int = field(compare=False)  # as which it counts
     admitted: bool = field(compare=False)  # before: it never gives way
     priority: int = field(compare=False)
+    group: bytes = field(compare=False)  # see AdmissionQueue
     given: "asyncio.Future[None]" = field(init=False, compare=False)
     counted: bool = field(default=False, compare=False)
     waits: bool = field(default=False, compare=False)  # and counts as one of its client
@@ -66,6 +69,9 @@ class AdmissionQueue:
     request keeps its turn until it has a place, unless one of a lower priority comes, or a client that has had fewer
     turns. A request that waits rises by one priority each priority_seconds, so that it does not wait for ever.
 
+    A request with an adapter may lack a slot for it, which others do not need. Requests that name one adapter are a
+    *group*. While its first request lets others pass, the group is aside, for a moment.
+
     A request gets the number of a turn: one more than the last that found room, and one more for each request of its
     client that waits already, in whichever process. So a client has one turn a round, however many requests and
     processes it has.
@@ -93,7 +99,8 @@ class AdmissionQueue:
         self._max_tokens = max_tokens
         self._table = table or GatewayTable.alone()
         self._ask_others = ask_others
-        self._waiting: dict[int, list[_Waiter]] = {}  # a heap for each priority
+        self._waiting: dict[tuple[int, bytes], list[_Waiter]] = {}  # a heap for each priority and group
+        self._aside: dict[bytes, float] = {}  # groups that are aside, and until when by time.monotonic()
         self._priority_seconds = priority_seconds
         self._head: _Waiter | None = None
         self._turn_seconds = FIRST_GUESS_SECONDS
@@ -117,12 +124,20 @@ class AdmissionQueue:
 
     @asynccontextmanager
     async def turn(
-        self, client: str, tokens: int, *, requests: int = 1, admitted: bool = False, priority: int = 0
+        self,
+        client: str,
+        tokens: int,
+        *,
+        requests: int = 1,
+        admitted: bool = False,
+        priority: int = 0,
+        group: bytes = b"",
     ) -> AsyncGenerator[None]:
         """Waits for its turn, and has it inside the block. Overloaded when too much waits already, or when it gives
-        way, unless the request was admitted before. requests: as how many it counts."""
+        way, unless the request was admitted before. requests: as how many it counts. group: digest of its adapter;
+        empty for a request without."""
         owner = f"{client}\0{priority}" if priority else client  # each priority has turns of its own
-        turn = _Waiter(self._table.client_column(owner), tokens, requests, admitted, priority)
+        turn = _Waiter(self._table.client_column(owner), tokens, requests, admitted, priority, group)
         self._count(turn)  # before it looks, as all processes do: together they never admit too much
         try:
             if not admitted:
@@ -130,6 +145,7 @@ class AdmissionQueue:
             self._join(turn)
             await self._wait(turn)
             yield
+            self._aside.pop(group, None)  # what its group lacked is there
             self._table.put(Column.TURNS_DONE, max(turn.number, self._table.own(Column.TURNS_DONE)))
         finally:
             self._leave(turn)
@@ -149,7 +165,7 @@ class AdmissionQueue:
         while True:
             other = self._next()
             now = time.monotonic_ns()
-            if other is not None and self._rank(other, now) < self._rank(turn, now):
+            if other is not None and self._goes_before(other, turn, now):
                 self._push(turn)
                 self._pass_on()
                 await self._given(turn)
@@ -158,12 +174,33 @@ class AdmissionQueue:
             else:
                 await asyncio.sleep(LOOK_SECONDS)
 
+    def let_pass(self) -> bool:
+        """For the request that has the turn and lacks what its group alone needs: requests of other groups pass those
+        of its group for a moment. True if one waits now: the caller calls first() at once."""
+        turn = self._head
+        assert turn is not None, "the caller has the turn"
+        now = time.monotonic()
+        self._aside = {group: until for group, until in self._aside.items() if until > now}
+        self._aside[turn.group] = now + max(ASIDE_SECONDS, ASIDE_EACH_SECONDS * len(self._aside))
+        self._table.put(Column.TURN, 0)  # other processes do not wait for it
+        other = self._next()
+        return other is not None and not self._is_aside(other)
+
+    def _goes_before(self, other: _Waiter, head: _Waiter, now: int) -> bool:
+        if self._is_aside(other):
+            return False
+        return self._is_aside(head) or self._rank(other, now) < self._rank(head, now)
+
+    def _is_aside(self, turn: _Waiter) -> bool:
+        return self._aside.get(turn.group, 0.0) > time.monotonic()
+
     def _is_behind(self) -> bool:
         table, head = self._table, self._head
         if table.processes == 1 or head is None:
             return False
         now = time.monotonic_ns()
         table.put(Column.TURN_LOOKED, now)
+        table.put(Column.TURN, head.number)  # let_pass() may have taken it back
         for other in table.others():
             number = table.of(other, Column.TURN)
             if number and now - table.of(other, Column.TURN_LOOKED) < SILENT_NS:
@@ -201,7 +238,8 @@ class AdmissionQueue:
     async def _find_room(self, turn: _Waiter) -> None:
         """Returns when the queue has room for it, which another client may have to make. Else raises Overloaded."""
         while reason := self._is_full(turn):
-            below = [waits for priority, heap in self._waiting.items() if priority > turn.priority for waits in heap]
+            heaps = self._waiting.items()
+            below = [waits for (priority, _), heap in heaps if priority > turn.priority for waits in heap]
             if self._end_newest(below, "one of a lower priority has come, to which the newest request gives way"):
                 continue
             by_tokens = "max_queued_tokens" in reason
@@ -241,7 +279,7 @@ class AdmissionQueue:
             self._begin(turn)
         else:
             self._push(turn)
-            if turn.priority < self._head.priority:
+            if turn.priority < self._head.priority or (self._is_aside(self._head) and not self._is_aside(turn)):
                 self.room.set()  # the head hands its turn over
             await self._given(turn)
 
@@ -255,7 +293,7 @@ class AdmissionQueue:
 
     def _push(self, turn: _Waiter) -> None:
         turn.given = asyncio.get_running_loop().create_future()
-        heap = self._waiting.setdefault(turn.priority, [])
+        heap = self._waiting.setdefault((turn.priority, turn.group), [])
         if len(heap) > 2 * self.requests:  # half of them have left
             heap[:] = [one for one in heap if not one.given.done()]
             heapq.heapify(heap)
@@ -268,21 +306,21 @@ class AdmissionQueue:
         self._passed_on = now
         turn = self._next()
         if turn is not None:
-            heapq.heappop(self._waiting[turn.priority])
+            heapq.heappop(self._waiting[turn.priority, turn.group])
             self._begin(turn)
             return
         self._head = None
         self._table.put(Column.TURN, 0)
 
     def _next(self) -> _Waiter | None:
-        """The first that still waits."""
-        for priority, heap in list(self._waiting.items()):
+        """The first that still waits. One whose group is aside comes after all others."""
+        for key, heap in list(self._waiting.items()):
             while heap and heap[0].given.done():  # cancelled
                 heapq.heappop(heap)
             if not heap:
-                del self._waiting[priority]
-        now = time.monotonic_ns()
-        return min((heap[0] for heap in self._waiting.values()), key=lambda turn: self._rank(turn, now), default=None)
+                del self._waiting[key]
+        now, firsts = time.monotonic_ns(), (heap[0] for heap in self._waiting.values())
+        return min(firsts, key=lambda turn: (self._is_aside(turn), self._rank(turn, now)), default=None)
 
     def _end_newest(self, turns: Iterable[_Waiter], reason: str) -> bool:
         """Ends the newest one of the last priority among requests that wait here; whether one could be ended."""

@@ -15,7 +15,7 @@ from tandem.cluster.routing.islands import Islands, LinkPair
 from tandem.cluster.routing.policy import Ask
 from tandem.cluster.routing.prefill_hints import EarlyToken
 from tandem.cluster.routing.prefix_view import PromptKeys
-from tandem.cluster.routing.worker_link import WorkerLink, would_park
+from tandem.cluster.routing.worker_link import WorkerLink, lacks_slot, would_park
 from tandem.proto import worker_pb2
 from tandem.workers.event_loop import unwatched
 from tandem.workers.wire.messages import prompt_to_proto
@@ -30,7 +30,7 @@ JUST_NOW_SECONDS = 0.02  # after all workers were asked, those that would make r
 @dataclass(eq=False)
 class _Wanted:
     """A request without a placement. would_park: workers that had no room when all were asked, and would make some.
-    asked: when that was."""
+    lacking: of each worker that had no room, whether it lacked a slot for the adapter. asked: when that was."""
 
     request_id: str
     prompt: PromptSpec
@@ -38,7 +38,13 @@ class _Wanted:
     keys: PromptKeys
     fork_of: str
     would_park: list[WorkerLink] = field(default_factory=list)
+    lacking: list[bool] = field(default_factory=list)
     asked: float = 0.0
+
+    @property
+    def lacks_slot(self) -> bool:
+        """Whether it waits for a slot for its adapter, and for nothing else."""
+        return bool(self.lacking) and all(self.lacking)
 
     @property
     def total_tokens(self) -> int:
@@ -137,17 +143,28 @@ class Router:
             async with (
                 asyncio.timeout(self._queue_seconds),
                 self._queue.turn(
-                    client, count * wanted.total_tokens, requests=count, admitted=again, priority=prompt.priority
+                    client,
+                    count * wanted.total_tokens,
+                    requests=count,
+                    admitted=again,
+                    priority=prompt.priority,
+                    group=prompt.adapter,
                 ),
             ):
                 return await self._wait_for_room(wanted, near)
         except TimeoutError:
-            lacking = prompt.adapter and not self._islands.holds(prompt.adapter)
             raise DeadlineExceeded(
-                f"no {f'worker held the adapter {prompt.adapter.hex()}' if lacking else 'decode worker had room'} for "
-                f"{len(prompt)} prompt and {max_tokens} output tokens "
+                f"no {self._lack(wanted)} for {len(prompt)} prompt and {max_tokens} output tokens "
                 f"within {self._queue_seconds:g} s (gateway.queue_seconds)"
             ) from None
+
+    def _lack(self, wanted: _Wanted) -> str:
+        """What a request has waited for."""
+        if (adapter := wanted.prompt.adapter) and not self._islands.holds(adapter):
+            return f"worker held the adapter {adapter.hex()}"
+        if wanted.lacks_slot:
+            return f"decode worker had a slot for the adapter {adapter.hex()} (adapters.max_resident)"
+        return "decode worker had room"
 
     async def give_back(self, placement: Placement, complete: bool) -> None:
         """Ends a placement. Unless it is complete, both workers get an Abort, the sender first.
@@ -204,6 +221,8 @@ class Router:
                 placement = await self._try(wanted, first=near, parks=True)
             if placement is not None:
                 return placement
+            if wanted.lacks_slot and self._queue.let_pass():
+                continue
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._given_back.wait(), RETRY_SECONDS)
 
@@ -217,6 +236,8 @@ class Router:
         """
         self._check_adapter(wanted.prompt.adapter)
         makers, wanted.would_park = wanted.would_park, []
+        if not parks:
+            wanted.lacking = []
         total, prompt, message = wanted.total_tokens, wanted.prompt, prompt_to_proto(wanted.prompt)
         for pair in self._pairs(wanted, first):
             decode, prefill = pair.decode, pair.prefill
@@ -287,6 +308,8 @@ class Router:
         try:
             return await decode.prepare(request, PREPARE_SECONDS)
         except WorkerFull as error:
+            if not request.parks:
+                wanted.lacking.append(lacks_slot(error))
             if self._parks and would_park(error) and decode not in wanted.would_park:
                 wanted.would_park.append(decode)
             return None

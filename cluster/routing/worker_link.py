@@ -25,7 +25,7 @@ from tandem.workers.config import Role
 from tandem.workers.event_loop import unwatched
 from tandem.workers.ports.authentication import authorized
 from tandem.workers.ports.tls import SERVER_NAME, Identity
-from tandem.workers.wire.messages import WOULD_PARK_KEY
+from tandem.workers.wire.messages import NO_SLOT_KEY, WOULD_PARK_KEY
 
 STATUS_SECONDS = 2.0
 AVOID_SECONDS = 1.0  # how long a worker that could not be reached gets no new requests
@@ -317,6 +317,15 @@ def _channel(worker: WorkerAddress, options: list[tuple[str, int]]) -> grpc.aio.
 
 def would_park(refused: WorkerFull) -> bool:
     """Whether running requests would give room up for the request that was refused, if the call allowed it."""
+    return _says(refused, WOULD_PARK_KEY)
+
+
+def lacks_slot(refused: WorkerFull) -> bool:
+    """Whether the request found no slot for its adapter. Others may have room."""
+    return _says(refused, NO_SLOT_KEY)
+
+
+def _says(refused: WorkerFull, wanted: str) -> bool:
     cause = refused.__cause__
     said = cause.trailing_metadata() if isinstance(cause, grpc.aio.AioRpcError) else ()
-    return any(key == WOULD_PARK_KEY for key, _ in said or ())
+    return any(key == wanted for key, _ in said or ())

@@ -13,7 +13,7 @@ from tandem.cluster.routing.worker_link import WorkerAddress
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from tandem.workers.config import Role
 from tandem.workers.requests.feed import Feeds
-from tandem.workers.wire.messages import WOULD_PARK_KEY, prompt_from_bytes
+from tandem.workers.wire.messages import NO_SLOT_KEY, WOULD_PARK_KEY, prompt_from_bytes
 
 Say = Callable[[list[int]], int]  # the next token after these
 
@@ -48,6 +48,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     parks: list[bool] = field(default_factory=list)  # of each PrepareReceive: whether running requests may be parked
     adapters: dict[str, bytes] = field(default_factory=dict)  # digests of the folders that it can load, by their paths
     held: set[bytes] = field(default_factory=set)
+    slotless: set[bytes] = field(default_factory=set)  # of those held, without a slot on its device
+    refused: list[bytes] = field(default_factory=list)  # the adapters of requests that found no slot
     computed: list[tuple[bytes, bytes]] = field(default_factory=list)  # adapter and salt of each RemoteSend
     targets: list[float | None] = field(default_factory=list)  # of each RemoteSend: what is left for its first token
 
@@ -74,6 +76,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         await self._maybe_fail("PrepareReceive", context)
         if request.prompt.adapter and request.prompt.adapter not in self.held:
             await context.abort(grpc.StatusCode.NOT_FOUND, f"adapter {request.prompt.adapter.hex()} is not held here")
+        if request.prompt.adapter in self.slotless:
+            self.refused.append(request.prompt.adapter)
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "no slot", ((NO_SLOT_KEY, "1"),))
         if self.room is not None:
             await self.room.wait()
         if request.writer_pe == self.pe:

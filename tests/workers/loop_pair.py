@@ -16,7 +16,7 @@ from tandem.cache.plan.stored_layers import Stages
 from tandem.cache.store.parked_store import ParkedStore
 from tandem.transfer.recall import mailbox_rows
 from tandem.transfer.transport import Transport
-from tandem.workers.config import LoopSettings, ParkingSettings, SpeculationSettings
+from tandem.workers.config import AdapterSettings, LoopSettings, ParkingSettings, SpeculationSettings
 from tandem.workers.counters import Counters
 from tandem.workers.decode.kernel_threads import KernelThreads
 from tandem.workers.engine.engine import Engine
@@ -35,6 +35,7 @@ from tandem.workers.speculation.choice import make_drafter
 from tandem.workers.speculation.drafter import Drafter
 from tandem.workers.steps.step_loop import Ends, StepLoop
 from tandem.workers.wire.reservation import Reservation
+from tests.support.adapters import held_adapters
 from tests.support.fake_transport import FakeFabric
 from tests.support.poison import poison_free_pages
 from tests.support.prompt_specs import spec_of
@@ -117,8 +118,11 @@ class LoopPair:
         snapshots: SnapshotRule = NO_SNAPSHOTS,
         parking: ParkingSettings = NO_PARKING,
         parked_slots: int = 64,
+        adapters: Sequence[Path] = (),
+        slots: tuple[int, int] = (1, 1),
     ) -> None:
-        """max_sequences: of the caches. drafter: None makes the one that `speculation` names."""
+        """max_sequences: of the caches. drafter: None makes the one that `speculation` names. adapters: folders of LoRA
+        adapters, which both workers hold. slots: for them on each worker's device."""
         config = load_config(folder)
         drafting = load_drafter_config(speculation, config)
         layout = kv_layout(config, PAGE, drafter=drafting)
@@ -155,7 +159,17 @@ class LoopPair:
         )
         self.fanout = Collected()
         make = drafter or partial(make_drafter, speculation)
-        self.runners = [ModelRunner(model, cache) for cache in self.caches]
+        self.digests: list[bytes] = []  # of the adapters
+
+        def runner(cache: TvmCache, slots: int) -> ModelRunner:
+            if not adapters:
+                return ModelRunner(model, cache)
+            own = load_decoder(folder, config, adapters=AdapterSettings(slots, 8))  # whose slots are this worker's
+            assert own.adapted is not None
+            held, self.digests = held_adapters(config, own.adapted, adapters)
+            return ModelRunner(own, cache, held)
+
+        self.runners = [runner(*parts) for parts in zip(self.caches, slots, strict=True)]
         engines = [Engine(*parts) for parts in zip(self.caches, self.runners, self.transports, strict=True)]
         self.loops = [
             StepLoop(

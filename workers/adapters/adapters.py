@@ -6,7 +6,7 @@ read()          load()            take()                   release()
                           └────────────────────────────────────────────────┘
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +65,7 @@ class Adapters:
         self._unused = list(range(weights.num_slots))  # slots that no sequence uses, the longest unused one first
         self._users: dict[int, bytes] = {}  # the adapter of each sequence, without those that are parked
         self._parked: dict[int, bytes] = {}
+        self._in_use: dict[bytes, int] = {}  # see in_use
 
     @property
     def rows(self) -> AdapterRows:
@@ -140,6 +141,16 @@ class Adapters:
 
     # Sequences
 
+    @property
+    def num_slots(self) -> int:
+        return len(self._slots)
+
+    @property
+    def in_use(self) -> Mapping[bytes, int]:
+        """How many sequences use each adapter that must stay in its slot, without parked ones. The adapter in use for
+        longest comes first."""
+        return self._in_use
+
     def fits(self, digest: bytes, spare: int = 0) -> bool:
         """Whether take() would find a slot, and leave `spare` that no sequence uses; or fail for another reason."""
         held = self._held.get(digest)
@@ -184,9 +195,11 @@ class Adapters:
         digest = self._users.pop(sequence, None)
         if digest is None:
             return
-        slot = self._held[digest].slot
-        if slot is not None and digest not in self._users.values():
-            self._unused.append(slot)
+        self._in_use[digest] -= 1
+        if not self._in_use[digest]:
+            del self._in_use[digest]
+            if (slot := self._held[digest].slot) is not None:
+                self._unused.append(slot)
         self._let_go(digest)
 
     def slots_of(self, sequences: Sequence[int] | Int64Array, counts: Int64Array | None = None) -> Int64Array | None:
@@ -221,6 +234,7 @@ class Adapters:
         elif held.slot in self._unused:
             self._unused.remove(held.slot)
         self._users[sequence] = digest
+        self._in_use[digest] = self._in_use.get(digest, 0) + 1
 
     def _bring_in(self, slot: int, digest: bytes, held: _Held) -> None:
         if (before := self._slots[slot]) is not None:

@@ -77,6 +77,7 @@ class Parking:
         self._leaving: list[DecodeRequest] = []
         self._copying: list[tuple[Callable[[], bool] | None, DecodeRequest]] = []
         self._parked: dict[DecodeRequest, float] = {}  # and the time at which each was parked
+        self._slotless: set[DecodeRequest] = set()  # parked requests that had no slot when they were last looked at
         self._want: _Want | None = None
         self._decodes = decodes
         overcommits = settings.parking.reserved_output < 1
@@ -102,22 +103,24 @@ class Parking:
             yield
         except NoRoom as error:
             if self._most:
-                error.coming = self._refused_one(ask, parks=parks)
+                error.coming = self._refused_one(ask, parks=parks, lacks_slot=error.lacks_slot)
                 error.would_park = not parks and self._would_park(ask)
             raise
         self._granted = self._granted or ask.prompt.priority <= self._refused[0]
 
     def _check(self, priority: int) -> None:
-        first = min(map(self._level, self._waiting), default=priority + 1)
+        waiting = [one for one in self._waiting if one not in self._slotless]
+        first = min(map(self._level, waiting), default=priority + 1)
         if first <= priority:
             raise NoRoom(f"parked requests of priority {first} resume before one of priority {priority} begins")
         if not self._granted and self._is_asked_for(priority):
             raise NoRoom(f"a request of priority {self._refused[0]} gets room before one of priority {priority}")
 
-    def _refused_one(self, ask: Ask, *, parks: bool) -> "Future[None] | None":
-        """Notes that a request found no room. The future ends when others have left for it; None if none will."""
+    def _refused_one(self, ask: Ask, *, parks: bool, lacks_slot: bool) -> "Future[None] | None":
+        """Notes that a request found no room. The future ends when others have left for it; None if none will. One that
+        lacks a slot alone holds nobody up."""
         priority = ask.prompt.priority
-        if not self._is_asked_for(priority):
+        if not lacks_slot and not self._is_asked_for(priority):
             self._note(priority)
         if not parks or not self._would_park(ask):
             return None
@@ -143,6 +146,7 @@ class Parking:
             self._growth.grow(self._may_leave)
         if self._want is not None and not self._leaving and not self._copying:
             self._end_want()
+        self._slotless.clear()
         return self._resumed() if self._parked else []
 
     @property
@@ -188,10 +192,16 @@ class Parking:
                 self._copying.append((is_past, request))
 
     def _resumed(self) -> list[DecodeRequest]:
-        resumed = []
+        """Others pass a request that has no slot for its adapter."""
+        resumed, slots = [], self._reservations.slots
         for request in sorted(self._parked, key=lambda one: (self._level(one), one.sequence_id)):
-            own = self._level(request)
-            if self._is_asked_for(own) or not self._reservations.has_room(request):
+            own, adapter = self._level(request), request.prompt.adapter
+            if self._is_asked_for(own):
+                break
+            if not slots.may_resume(adapter, own):
+                self._slotless.add(request)
+                continue
+            if not self._reservations.has_room(request):
                 break
             reach = self._reservations.room.first_reach(request.prompt, request.max_tokens, len(request.output))
             try:
@@ -199,6 +209,7 @@ class Parking:
             except (OutOfPages, OutOfSequences):
                 break
             del self._parked[request]
+            slots.took(adapter)
             request.parked, request.level, request.reserved = False, own, reach[0]
             self._counters.resumes += 1
             resumed.append(request)
@@ -217,14 +228,32 @@ class Parking:
         short, rows = self._reservations.shortage(ask)
         candidates = [one for one in self._rows.requests if one.level > ask.prompt.priority and self._may_leave(one)]
         candidates.sort(key=rank, reverse=True)
+        first = self._slot_makers(ask, candidates)
+        if first is None:
+            return []
         chosen: list[DecodeRequest] = []
+        candidates = [*first, *(one for one in candidates if one not in first)]
         for request in candidates[: max(self._most - len(self), 0)]:
-            if rows <= 0 and max(short) <= 0:
+            if rows <= 0 and max(short) <= 0 and len(chosen) >= len(first):
                 break
             chosen.append(request)
             rows -= 1
             short = [lack - held for lack, held in zip(short, self._engine.held(request.sequence_id), strict=True)]
-        return chosen if rows <= 0 and max(short) <= 0 else []
+        return chosen if rows <= 0 and max(short) <= 0 and len(chosen) >= len(first) else []
+
+    def _slot_makers(self, ask: Ask, candidates: list[DecodeRequest]) -> list[DecodeRequest] | None:
+        """The candidates, sorted by rank, that must leave to free a slot for the adapter of `ask`: all users of one
+        adapter. Empty if it has a slot; None if nobody can free one."""
+        if not self._reservations.needs_slot(ask):
+            return []
+        users: dict[bytes, list[DecodeRequest]] = {}
+        for request in candidates:
+            users.setdefault(request.prompt.adapter, []).append(request)
+        in_use = self._engine.adapters_in_use
+        whole = [rows for adapter, rows in users.items() if len(rows) == in_use.get(adapter)]
+        if not whole or self._reservations.needs_slot(ask, freed=1):
+            return None
+        return max(whole, key=lambda rows: rank(rows[-1]))  # whose first-ranked row ranks last
 
     def _may_leave(self, request: DecodeRequest) -> bool:
         if request.ended or request.prompt.sliding is not None or self._engine.capabilities.drafts:

@@ -1,6 +1,6 @@
 """The calls of an engine about LoRA adapters."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 
@@ -58,6 +58,15 @@ class AdapterActions:
         """Whether a sequence with this adapter, b"" for none, finds a slot now, and leaves `spare` unused. True where
         admit() says another no."""
         return not digest or self._adapters is None or self._adapters.fits(digest, spare)
+
+    @property
+    def num_adapter_slots(self) -> int:
+        return 0 if self._adapters is None else self._adapters.num_slots
+
+    @property
+    def adapters_in_use(self) -> Mapping[bytes, int]:
+        """See Adapters.in_use."""
+        return {} if self._adapters is None else self._adapters.in_use
 
     def adapter_read(self, number: int) -> "Future[Found]":
         """A poll: see Adapters.reading."""

@@ -25,8 +25,9 @@ from tandem.workers.config import LoopSettings
 from tandem.workers.counters import Counters
 from tandem.workers.engine.admission import Admission, MostBytes, any_number
 from tandem.workers.engine.engine import Engine
-from tandem.workers.errors import CorruptKV, InvalidCall, NoRoom, StaleEpoch, StaleReservation
+from tandem.workers.errors import CorruptKV, InvalidCall, NoRoom, NoSlot, StaleEpoch, StaleReservation
 from tandem.workers.handoff.sequence_room import SequenceRoom
+from tandem.workers.handoff.slot_turns import SlotTurns
 from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.requests.sequence_ids import SequenceIds
 from tandem.workers.wire.lease import Clock, Lease
@@ -70,6 +71,7 @@ class Reservations:
         self._ids = ids
         self._max_sequences = settings.max_sequences
         self.room = SequenceRoom(engine, settings)
+        self.slots = SlotTurns(engine, clock, settings.priority_seconds)
         self._sharing = settings.sharing
         self._verify = settings.verify
         self._lease_seconds = settings.lease_seconds
@@ -133,10 +135,11 @@ class Reservations:
             )
         if self._num_taken >= self._max_sequences:
             raise NoRoom(f"all {self._max_sequences} sequences of this worker are taken")
-        if not self._engine.has_slot(prompt.adapter, spare=int(writer_pe > self._engine.peers.pe)):
-            raise NoRoom("other sequences use all slots for adapters (adapters.max_resident)")
+        if not self.slots.may_begin(prompt.adapter, prompt.priority, self._spare_slots(writer_pe)):
+            raise NoSlot("other requests use all slots for adapters, or are next to get one (adapters.max_resident)")
         reach = self.room.first_reach(prompt, max_tokens, local=local)
         request = self._reserve(request_id, prompt, max_tokens, reach, writer_pe)
+        self.slots.took(prompt.adapter)
         self._counters.reservations += 1
         self._requests[request_id] = request
         pages = max(self._engine.room(*reach, prompt.encoder.length).needed)
@@ -316,11 +319,19 @@ class Reservations:
         return lacking, self._num_taken + 1 - self._max_sequences
 
     def has_room(self, request: DecodeRequest) -> bool:
-        """Whether a parked request can go on now."""
+        """Whether a parked request can go on now, apart from the slot for its adapter."""
         reach = self.room.first_reach(request.prompt, request.max_tokens, len(request.output))
-        fits = self._engine.room(*reach, request.prompt.encoder.length).fits
-        has_slot = self._engine.has_slot(request.prompt.adapter)
-        return fits and has_slot and self._num_taken < self._max_sequences
+        return self._engine.room(*reach, request.prompt.encoder.length).fits and self._num_taken < self._max_sequences
+
+    def needs_slot(self, ask: Ask, *, freed: int = 0) -> bool:
+        """Whether `ask` finds no slot for its adapter, also if so many more were unused."""
+        prompt = ask.prompt
+        spare = self._spare_slots(ask.writer_pe)
+        return not self.slots.would_begin(prompt.adapter, prompt.priority, spare, freed=freed)
+
+    def _spare_slots(self, writer_pe: int) -> int:
+        """Slots that a reservation for this writer leaves unused."""
+        return int(writer_pe > self._engine.peers.pe)
 
     @property
     def _num_taken(self) -> int:

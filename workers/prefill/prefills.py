@@ -16,6 +16,7 @@ from tandem.workers.engine.engine import Engine
 from tandem.workers.errors import Aborted, InvalidCall, LogitsNotFinite, WorkerError, forward_failed
 from tandem.workers.handoff.handoff import QUIET_POLL_SECONDS, RECALL_POLL_SECONDS, Handoff, settled
 from tandem.workers.handoff.retired import IsPast, RetiredSequences
+from tandem.workers.handoff.slot_turns import SlotTurns
 from tandem.workers.logs import of_requests
 from tandem.workers.prefill.forwards import EndedPrompts, PromptForward, PromptForwards, Sampling
 from tandem.workers.prefill.prompt_readers import PromptReaders
@@ -64,9 +65,10 @@ class Prefills:
         meter: PushMeter,
         ids: SequenceIds,
         settings: LoopSettings,
+        slots: SlotTurns,
         most_bytes: MostBytes = any_number,
     ) -> None:
-        self._engine, self._most_bytes = engine, most_bytes
+        self._engine, self._most_bytes, self._slots = engine, most_bytes, slots
         self._scheduler = scheduler
         self._handoff, self._speculative, self._retired = handoff, speculative, retired
         self._forwards = PromptForwards(engine, meter)
@@ -211,7 +213,8 @@ class Prefills:
         for prompt in filter(self._scheduler.is_running, arriving):
             self._await_pages(prompt)
         self._scheduler.order(time.perf_counter())
-        for request in self._scheduler.admitted(self._has_room) if self._scheduler.num_waiting else ():
+        waits = self._scheduler.num_waiting
+        for request in self._scheduler.admitted(self._has_room, self._has_slot) if waits else ():
             self._attempt([request], lambda request=request: self._begin(request))
 
     def poll(self) -> None:
@@ -260,17 +263,27 @@ class Prefills:
         return position_map
 
     def _has_room(self, request: Prompt) -> bool:
-        """Whether there are pages for a prompt, and a slot for its adapter; a speculative one gives way."""
+        """Whether there are pages for a prompt; a speculative one gives way."""
         needed = request.num_tokens, self._max_batch_tokens, request.spec.encoder.length
-        while not (self._engine.room(*needed).fits and self._engine.has_slot(request.spec.adapter)):
-            if not self._speculative.drop():
-                return False
-        return True
+        return self._makes(lambda: self._engine.room(*needed).fits)
+
+    def _has_slot(self, request: Prompt) -> bool:
+        """Whether there is a slot for a prompt's adapter; a speculative one gives way."""
+        adapter = request.spec.adapter
+        if self._makes(lambda: self._engine.has_slot(adapter)):
+            return True
+        self._slots.wait(adapter, request.spec.priority)  # before new requests that would be decoded here
+        return False
+
+    def _makes(self, fits: Callable[[], bool]) -> bool:
+        """Whether it fits, at the cost of the speculative prompt if need be."""
+        return fits() or (self._speculative.drop() and fits())
 
     def _begin(self, request: Prompt) -> None:
         shares, most = self._sharing and request.matches, self._most_bytes()
         asked = Admission(request.spec, request.num_tokens, self._max_batch_tokens, shares, most_bytes=most)
         request.cached_tokens = request.computed = self._engine.admit(request.sequence_id, asked)
+        self._slots.took(request.spec.adapter)
         begun = self._engine.sequence(request.sequence_id)
         request.host_cached_tokens, request.disk_cached_tokens = begun.num_fetched, begun.num_lifted
         self._await_pages(request)

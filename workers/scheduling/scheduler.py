@@ -10,6 +10,7 @@ from tandem.workers.scheduling.prompt_order import PromptOrder
 from tandem.workers.scheduling.step_time import FIRST_RATE
 from tandem.workers.scheduling.token_pace import TokenPace
 
+PASSED_SECONDS = 1.0  # how long prompts of adapters in slots pass one that waits for a slot
 LEAST_PROMPT_TOKENS = 1  # of each step with prompts, however many decode rows there are
 
 
@@ -34,6 +35,7 @@ class Scheduler:
         self._waiting: dict[Prompt, None] = {}  # these two keep the order in which prompts came
         self._running: dict[Prompt, None] = {}
         self._asked_in_vain: Prompt | None = None
+        self._now = 0.0
 
     def add(self, request: Prompt) -> None:
         """Queues a prompt. One that has its room runs at once."""
@@ -46,15 +48,28 @@ class Scheduler:
     def order(self, now: float) -> None:
         """Gives prompts with targets their turns for admitted() and next_batch(), once a step. now: by
         time.perf_counter(), as deadlines are."""
+        self._now = now
         self._order.update(now, self._prompt_rate)
 
-    def admitted(self, has_room: Callable[[Prompt], bool]) -> Iterator[Prompt]:
+    def admitted(
+        self, has_room: Callable[[Prompt], bool], has_slot: Callable[[Prompt], bool] = lambda prompt: True
+    ) -> Iterator[Prompt]:
         """Waiting prompts that run from now on, by their turns, until one has no room.
+
+        has_slot: asked first, about prompts with an adapter. Others pass a prompt whose adapter has no slot: prompts
+        without an adapter always do, and those with one until the prompt has waited for PASSED_SECONDS.
 
         The caller takes the room of each prompt before it asks for the next.
         """
         self._asked_in_vain = None
+        lacking: set[bytes] = set()
+        passes = True
         for request in self._order.for_room(self._waiting):
+            adapter = request.spec.adapter
+            if adapter and (not passes or adapter in lacking or not has_slot(request)):
+                lacking.add(adapter)
+                passes = passes and self._now - request.arrived <= PASSED_SECONDS
+                continue
             if not has_room(request):
                 self._asked_in_vain = request
                 return

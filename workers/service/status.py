@@ -27,7 +27,7 @@ from tandem.workers.errors import (
 )
 from tandem.workers.event_loop import unwatched
 from tandem.workers.logs import Named, of_requests
-from tandem.workers.wire.messages import WOULD_PARK_KEY
+from tandem.workers.wire.messages import NO_SLOT_KEY, WOULD_PARK_KEY
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -63,7 +63,10 @@ async def refuse(context: grpc.aio.ServicerContext, error: Exception) -> NoRetur
 
 
 def _advice(error: Exception) -> tuple[tuple[str, str], ...]:
-    return ((WOULD_PARK_KEY, "1"),) if isinstance(error, NoRoom) and error.would_park else ()
+    if not isinstance(error, NoRoom):
+        return ()
+    said = (WOULD_PARK_KEY, error.would_park), (NO_SLOT_KEY, error.lacks_slot)
+    return tuple((key, "1") for key, is_so in said if is_so)
 
 
 async def outcome(context: grpc.aio.ServicerContext, future: "Future[T]") -> T:

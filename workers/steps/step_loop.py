@@ -71,7 +71,18 @@ class StepLoop:
         speculated = settings.speculation
         speculation = Speculation(ends.drafter, engine, speculated.tokens, speculated.max_step_tokens, counters)
         self._reservations = reservations = Reservations(engine, counters, ids, settings, clock, price)
-        self.prefills = Prefills(engine, scheduler, handoff, speculative, retired, ends.meter, ids, settings, price)
+        self.prefills = Prefills(
+            engine,
+            scheduler,
+            handoff,
+            speculative,
+            retired,
+            ends.meter,
+            ids,
+            settings,
+            reservations.slots,
+            price,
+        )
         self.decodes = Decodes(
             engine,
             scheduler,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # as in wire_map
     from tandem.workers.sampling.token_logprobs import TokenLogprobs
 
 WOULD_PARK_KEY = "tandem-would-park"
+NO_SLOT_KEY = "tandem-no-slot"
 """Metadata of a refused PrepareReceive: with `parks`, running requests would give room up for it."""
 PROMPT_DTYPE = np.dtype("<u4")
 RESERVATION_NUMBERS = {field.name for field in fields(Reservation)} - {"wire_map", "authentic"}

@@ -155,6 +155,62 @@ def test_a_request_that_waits_ends_when_its_adapter_is_removed() -> None:
     with_scene(body)
 
 
+def test_others_pass_a_request_that_waits_for_a_slot() -> None:
+    async def body(scene: Scene) -> None:
+        scene.names.update(named(red=RED, blue=BLUE))
+        scene.hold(RED, BLUE)
+        decodes = scene.workers[2:]
+        for worker in decodes:
+            worker.slotless = {RED}
+        waiting: list[asyncio.Future[Placement]] = []
+        for number in range(3):
+            waiting.append(asyncio.ensure_future(scene.place(RED)))
+            while scene.router.queued <= number:
+                await asyncio.sleep(0.001)
+        for adapter in (b"", BLUE, b"", BLUE):
+            placement = await asyncio.wait_for(scene.place(adapter), 0.5)
+            await scene.router.give_back(placement, complete=True)
+        assert not any(one.done() for one in waiting)
+        assert sum(len(worker.refused) for worker in decodes) < 30  # they ask for a slot, but not all the time
+        for worker in decodes:
+            worker.slotless.clear()
+        asked = [int((await one).request_id[2:-2]) for one in waiting]
+        assert asked == sorted(asked)
+        assert scene.router.queued == 0
+
+    with_scene(body)
+
+
+def test_nobody_passes_one_that_waits_for_pages_of_another_worker() -> None:
+    """A slot is lacking at one worker, pages at the other: what becomes free there is for the first that waits."""
+
+    async def body(scene: Scene) -> None:
+        scene.names.update(named(red=RED, blue=BLUE))
+        scene.hold(RED, BLUE)
+        scene.workers[2].slotless = {RED}
+        scene.workers[3].fails["PrepareReceive"] = ["RESOURCE_EXHAUSTED"] * 3
+        red = asyncio.ensure_future(scene.place(RED))
+        while not scene.router.queued:
+            await asyncio.sleep(0.001)
+        blue = asyncio.ensure_future(scene.place(BLUE))
+        assert {red, blue} == (await asyncio.wait({red, blue}))[0]
+        assert int(red.result().request_id[2:-2]) < int(blue.result().request_id[2:-2])
+
+    with_scene(body)
+
+
+def test_a_request_that_found_no_slot_in_time_hears_so() -> None:
+    async def body(scene: Scene) -> None:
+        scene.names.update(named(red=RED))
+        scene.hold(RED)
+        for worker in scene.workers:
+            worker.slotless = {RED}
+        with pytest.raises(DeadlineExceeded, match=rf"no decode worker had a slot for the adapter {RED.hex()}"):
+            await scene.place(RED)
+
+    with_scene(body)
+
+
 def test_a_workers_prefixes_count_for_their_adapter_alone() -> None:
     async def body(scene: Scene) -> None:
         scene.names.update(named(red=RED, blue=BLUE))

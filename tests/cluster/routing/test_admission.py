@@ -436,3 +436,83 @@ def test_lower_priorities_go_first_and_who_waits_rises() -> None:
     assert asyncio.run(run(1e6)) == ["head", "first", "0 b", "0 1", "0 2", "last"]
     # Each has risen by far more than nine priorities since it came. That of 0 b counts for the others of its priority.
     assert asyncio.run(run(1e-9)) == ["head", "last", "first", "0 b", "0 1", "0 2"]
+
+
+class Slots:
+    """Room for each group, that heads of the queues of several processes look for. Requests are named by their group,
+    process and number."""
+
+    def __init__(self, tables: list[GatewayTable], lacking: set[str]) -> None:
+        self.queues = [AdmissionQueue(100, 1000, table) for table in tables]
+        self.lacking, self.served, self.looks = lacking, list[str](), Counter[str]()
+
+    async def ask(self, name: str, priority: int = 0) -> None:
+        queue, group = self.queues[int(name[1])], name[0]
+        async with queue.turn(name, 1, priority=priority, group=group.encode()):
+            while True:
+                await queue.first()
+                queue.room.clear()
+                self.looks[group] += 1
+                if group not in self.lacking:
+                    self.served.append(name)
+                    return
+                if not queue.let_pass():
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(queue.room.wait(), 0.1)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_groups_that_lack_room_of_their_own_hold_up_no_other(processes: int) -> None:
+    """Those of one group keep their order, and a group that is aside asks again now and then, in each process."""
+
+    async def run() -> None:
+        slots = Slots(tables(processes), {"a", "b"})
+        last = processes - 1
+        early = [asyncio.ensure_future(slots.ask(name)) for name in ("a01", f"b{last}1", "a02", f"b{last}2")]
+        await asyncio.sleep(0.02)
+        for number in range(20):
+            for process in range(processes):
+                await asyncio.wait_for(slots.ask(f"c{process}{number}"), 0.5)
+        assert not any(one.done() for one in early)
+        before = slots.looks.copy()
+        await asyncio.sleep(0.55)
+        for group in "ab":
+            assert 2 <= slots.looks[group] - before[group] <= 12
+        slots.served.clear()
+        slots.lacking -= {"b"}
+        await asyncio.wait_for(asyncio.gather(*early[1::2]), 1)
+        slots.lacking.clear()
+        await asyncio.wait_for(asyncio.gather(*early), 1)
+        assert slots.served == [f"b{last}1", f"b{last}2", "a01", "a02"]
+        assert all(queue.requests == 0 for queue in slots.queues)
+
+    asyncio.run(run())
+
+
+def test_one_of_a_lower_priority_goes_first_within_its_group_and_before_others() -> None:
+    async def run() -> None:
+        slots = Slots(tables(1), {"a", "b"})
+        names = (("a01", 0), ("b01", 0), ("a02", -1), ("b02", 1), ("b03", 0))
+        tasks = [asyncio.ensure_future(slots.ask(*one)) for one in names]
+        await asyncio.sleep(0.25)
+        slots.lacking.clear()
+        await asyncio.wait_for(asyncio.gather(*tasks), 2)
+        assert [name for name in slots.served if name[0] == "a"] == ["a02", "a01"]
+        assert [name for name in slots.served if name[0] == "b"] == ["b01", "b03", "b02"]
+
+    asyncio.run(run())
+
+
+def test_one_of_a_group_that_is_aside_is_cancelled() -> None:
+    async def run() -> None:
+        slots = Slots(tables(1), {"a"})
+        first, second = (asyncio.ensure_future(slots.ask(name)) for name in ("a01", "a02"))
+        await asyncio.sleep(0.05)
+        first.cancel()
+        await asyncio.wait_for(slots.ask("c01"), 0.5)
+        slots.lacking.clear()
+        await asyncio.wait_for(second, 1)
+        assert slots.served == ["c01", "a02"]
+        assert slots.queues[0].requests == 0
+
+    asyncio.run(run())

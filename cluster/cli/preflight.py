@@ -31,6 +31,7 @@ from tandem.cluster.processes.ray_access import asked_host, check_ray_answers, m
 from tandem.cluster.supervision.shared_ports import check_ports
 from tandem.cluster.tools.nearest_families import nearest_families
 from tandem.transfer.factory import TRANSPORTS
+from tandem.workers.checkpoint.adapter_bytes import least_adapter_bytes
 from tandem.workers.checkpoint.architectures import read_architecture
 from tandem.workers.checkpoint.errors import ModelError, UnknownArchitecture
 from tandem.workers.checkpoint.fields import Fields
@@ -152,9 +153,10 @@ def _check_packages(config: ClusterConfig) -> Iterator[str]:
 
 
 def _check_adapters(config: ClusterConfig) -> None:
-    """ConfigError for a folder that holds no adapter, as far as its configuration says so. Workers read it all."""
+    """ConfigError for a folder that holds no adapter, as far as its configuration says so, and for host memory that
+    holds none. Workers read it all."""
     section = config.adapters
-    findings: list[str] = []
+    findings = [*_check_host_bytes(config)] if section.is_on else []
     for name, folder in section.folders.items():
         try:
             check_folder(Path(folder), section.max_rank)
@@ -162,6 +164,21 @@ def _check_adapters(config: ClusterConfig) -> None:
             findings.append(f"adapters.folders.{name}: {error}")
     if findings:
         raise ConfigError("\n".join(findings))
+
+
+def _check_host_bytes(config: ClusterConfig) -> Iterator[str]:
+    """What no worker could hold an adapter in."""
+    section, island = config.adapters, config.island
+    needed, ranks = max(
+        (ranks * least_adapter_bytes(Path(config.model.path or ""), config.model.dtype, section.max_rank, ranks), ranks)
+        for ranks in {island.prefill_ranks, island.decode_ranks}
+    )
+    if section.host_bytes < needed:
+        each = f" on each of the {ranks} ranks of a worker" if ranks > 1 else ""
+        yield (
+            f"adapters.host_bytes is {section.host_bytes}; at least {needed} are accepted: so much has one adapter of "
+            f"rank {section.max_rank} (adapters.max_rank){each}"
+        )
 
 
 def _check_draft(config: ClusterConfig) -> None:

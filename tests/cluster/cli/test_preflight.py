@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -328,6 +329,36 @@ def test_a_folder_without_an_adapter_is_named(model: Path, tmp_path: Path) -> No
         f"adapters.folders.x: {folder} has no adapter_model.safetensors, but adapter_model.bin, a pickle, which is "
         "never read; a PEFT adapter with safetensors is accepted"
     )
+
+
+def test_host_memory_that_holds_no_adapter_is_too_small(model: Path) -> None:
+    """Workers would say so after they have read their weights."""
+    hidden, layers = FIELDS["hidden_size"], FIELDS["num_hidden_layers"]
+    shapes = {"self_attn.q_proj": [hidden, hidden], "mlp.down_proj": [hidden, 4 * hidden], "self_attn.q_norm": [64]}
+    names = {
+        f"model.layers.{layer}.{name}.weight": shape for layer in range(layers + 1) for name, shape in shapes.items()
+    }
+    tensors = {name: {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]} for name, shape in names.items()}
+    header = json.dumps(tensors).encode()
+    keys: dict[str, Any] = {
+        "adapters.max_resident": 2,
+        "adapters.max_rank": 512,
+        "adapters.host_bytes": 1 << 20,
+        "model.dtype": "float32",
+        "model.load_format": "dummy",
+    }
+    config = config_of(model, **keys)
+    (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    needed = 4 * 512 * 7 * hidden * layers  # not of the layer beyond the last, which is for drafts
+    assert needed > 1 << 20
+    assert refused(config) == (
+        f"adapters.host_bytes is 1048576; at least {needed} are accepted: so much has one adapter of rank 512 "
+        "(adapters.max_rank)"
+    )
+    divided = config_of(model, **keys, **{"island.decode_ranks": 2})
+    assert f"at least {2 * 4 * 512 * 9 * hidden * layers // 2} are accepted" in refused(divided)
+    assert refused(divided).endswith("(adapters.max_rank) on each of the 2 ranks of a worker")
+    preflight.check_model(config_of(model, **keys | {"adapters.host_bytes": needed}))
 
 
 def test_a_folder_for_prefixes_is_one(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from tandem.cluster.routing.prefix_view import PromptKeys
 from tandem.cluster.routing.push_times import PushTimes
 from tandem.cluster.routing.worker_link import WorkerLink
 from tandem.proto import inference_pb2
+from tandem.workers.config import Role
 
 COPIED_TOKENS = 256
 """What bringing an adapter from host memory to the device costs, in tokens of a prompt: tens of megabytes take a few
@@ -123,6 +124,11 @@ class Islands:
             LinkPair(links[decode.key], links[prefill.key], seconds, ask.matches.get(prefill.key, 0))
             for decode, prefill, seconds in pairs
         )
+
+    @property
+    def has_one_decoder(self) -> bool:
+        """Whether a single worker decodes all requests."""
+        return sum(link.role is Role.DECODE for link in self.links().values()) == 1
 
     def holds(self, adapter: bytes) -> bool:
         """Whether any worker that takes requests holds an adapter."""

@@ -30,7 +30,7 @@ JUST_NOW_SECONDS = 0.02  # after all workers were asked, those that would make r
 @dataclass(eq=False)
 class _Wanted:
     """A request without a placement. would_park: workers that had no room when all were asked, and would make some.
-    lacking: of each worker that had no room, whether it lacked a slot for the adapter. asked: when that was."""
+    lacking: for each worker that had no room, whether it lacked a slot for the adapter. asked: when that was."""
 
     request_id: str
     prompt: PromptSpec
@@ -38,13 +38,13 @@ class _Wanted:
     keys: PromptKeys
     fork_of: str
     would_park: list[WorkerLink] = field(default_factory=list)
-    lacking: list[bool] = field(default_factory=list)
+    lacking: dict[WorkerLink, bool] = field(default_factory=dict)
     asked: float = 0.0
 
     @property
     def lacks_slot(self) -> bool:
         """Whether it waits for a slot for its adapter, and for nothing else."""
-        return bool(self.lacking) and all(self.lacking)
+        return bool(self.lacking) and all(self.lacking.values())
 
     @property
     def total_tokens(self) -> int:
@@ -237,7 +237,9 @@ class Router:
         self._check_adapter(wanted.prompt.adapter)
         makers, wanted.would_park = wanted.would_park, []
         if not parks:
-            wanted.lacking = []
+            wanted.lacking = {}
+        # A single decode worker makes room at once: no other could have some.
+        may_park = parks or (self._parks and self._islands.has_one_decoder)
         total, prompt, message = wanted.total_tokens, wanted.prompt, prompt_to_proto(wanted.prompt)
         for pair in self._pairs(wanted, first):
             decode, prefill = pair.decode, pair.prefill
@@ -254,7 +256,7 @@ class Router:
                 writer_epoch=prefill.epoch,
                 prompt=message,
                 fork_of=wanted.fork_of,
-                parks=parks,
+                parks=may_park,
             )
             expected = pair.first_token_seconds
             announce = announce and prefill is not decode and not prefill.has_prompts and not prompt.whole
@@ -308,8 +310,7 @@ class Router:
         try:
             return await decode.prepare(request, PREPARE_SECONDS)
         except WorkerFull as error:
-            if not request.parks:
-                wanted.lacking.append(lacks_slot(error))
+            wanted.lacking[decode] = lacks_slot(error)
             if self._parks and would_park(error) and decode not in wanted.would_park:
                 wanted.would_park.append(decode)
             return None

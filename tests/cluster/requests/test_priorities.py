@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -150,10 +151,21 @@ def test_a_full_queue_gives_up_the_newest_of_the_last_priority(model: Path) -> N
 def test_requests_are_parked_where_no_worker_has_room_and_one_would_make_some(
     model: Path, parked_bytes: int | None, would_park: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All workers are asked once. Then those that would make room are asked for it, and no others."""
+    """Both workers are asked once. Then the one that would make room is asked for it, and not the other."""
     monkeypatch.setattr(router, "JUST_NOW_SECONDS", 60.0)
     full = {"PrepareReceive": ["would park" if would_park else "RESOURCE_EXHAUSTED", "RESOURCE_EXHAUSTED"]}
-    with open_gateway(model, {"cache.parked_bytes": parked_bytes}, fails=full) as gateway:
+    with open_gateway(model, {"cache.parked_bytes": parked_bytes}, fails=full, alone=True) as gateway:
+        island = gateway.worker.state("i", epoch=1, version=1)
+        two = replace(island, workers=(*island.workers, replace(island.workers[1], pe=2)))
+        gateway.events.run(gateway.gateway.update_island(two), timeout=10)
         assert tokens_of(complete(gateway.grpc, PROMPT, max_tokens=len(TOKENS))) == TOKENS
         parks = would_park and parked_bytes is not None
-        assert gateway.worker.parks == [False, parks, False]
+        assert gateway.worker.parks == [False, False, parks]
+
+
+@pytest.mark.parametrize("parked_bytes", [None, 1 << 20])
+def test_a_single_worker_makes_room_at_once(model: Path, parked_bytes: int | None) -> None:
+    full = {"PrepareReceive": ["RESOURCE_EXHAUSTED"]}
+    with open_gateway(model, {"cache.parked_bytes": parked_bytes}, fails=full) as gateway:
+        assert tokens_of(complete(gateway.grpc, PROMPT, max_tokens=len(TOKENS))) == TOKENS
+        assert gateway.worker.parks == [parked_bytes is not None] * 2

@@ -48,10 +48,10 @@ class AdaptersSection(Section):
 
     @property
     def settings(self) -> AdapterSettings:
-        """What workers get."""
+        """The settings that workers get."""
         return AdapterSettings(self.max_resident, self.max_rank, self.host_bytes)
 
     @property
     def is_on(self) -> bool:
-        """Whether workers take adapters."""
+        """True if workers take adapters."""
         return self.max_resident > 0

@@ -176,7 +176,7 @@ class ClusterConfig(Section):
 
     @property
     def processes(self) -> int:
-        """Of the workers of all islands."""
+        """The number of processes of all islands' workers."""
         return self.num_islands * self.island.ranks.processes
 
     @model_validator(mode="after")
@@ -241,7 +241,7 @@ def load_config(
 
 
 def _source(finding: ErrorDetails, path: Path | str | None, sources: Mapping[str, str]) -> str:
-    """Where the value stands: in the file, unless a variable or an override has given it, or may have."""
+    """Names the source of the value: the file, unless a variable or an override has given it, or may have."""
     if not finding["loc"] and sources:
         return ""
     dotted = ".".join(map(str, finding["loc"])) + "."
@@ -251,7 +251,7 @@ def _source(finding: ErrorDetails, path: Path | str | None, sources: Mapping[str
 
 
 def _takes_text(key: str) -> bool:
-    """Whether a dotted key is one that only texts are accepted for."""
+    """Returns whether the key, which is dotted, accepts texts only."""
     kind: Any = ClusterConfig
     for name in key.split("."):
         field = kind.model_fields.get(name) if isinstance(kind, type) and issubclass(kind, BaseModel) else None

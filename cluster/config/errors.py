@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in words: the key, the value received, what would be accepted."""
+"""Describes in words what is wrong with a configuration: the key, the value received, what would be accepted."""
 
 import difflib
 import reprlib
@@ -38,7 +38,7 @@ def explain(finding: ErrorDetails, config: type[BaseModel]) -> str:
 
 
 def explain_yaml(error: yaml.YAMLError) -> str:
-    """Where and what, in one line."""
+    """Returns the place of the error and its reason, in one line."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
         mark = error.problem_mark
         return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
@@ -57,12 +57,12 @@ def cut(text: str) -> str:
 
 
 def names(section: type[BaseModel]) -> str:
-    """Its keys."""
+    """Returns the section's keys, with commas between them."""
     return ", ".join(section.model_fields)
 
 
 def _description(config: type[BaseModel], location: Sequence[str]) -> str:
-    """Of the key there, or of the one whose names and values stand there."""
+    """Returns the description of the key at that location, or of the mapping that the location leads into."""
     description: str | None = None
     for name in location:
         field = config.model_fields[name]

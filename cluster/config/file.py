@@ -18,7 +18,7 @@ Scalar = int | float | date
 
 
 def read_mapping(path: Path, keys: str) -> dict[str, Any]:
-    """What the file holds; {} where it is empty. keys: the names that it may have, as an error lists them."""
+    """Returns the file's mapping; {} for an empty file. keys: the names that it may have, as an error lists them."""
     try:
         values = _load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -34,7 +34,7 @@ def read_mapping(path: Path, keys: str) -> dict[str, Any]:
 
 
 def _load_yaml(text: str) -> Any:
-    """What safe_load returns; YAMLError for everything that it raises."""
+    """Returns what safe_load returns. Raises YAMLError for every error of safe_load."""
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError:

@@ -1,4 +1,4 @@
-"""Where a checkpoint lies: a folder, or a hub id in this machine's Hugging Face cache. Nothing is downloaded."""
+"""Finds a checkpoint: a folder, or a hub id in this machine's Hugging Face cache. Nothing is downloaded."""
 
 import os
 import re
@@ -31,7 +31,7 @@ def find_model(path: str) -> str:
 
 
 def download_hint(path: str) -> str:
-    """What to type for a path that does not exist and may be a hub id; "" when it cannot be one."""
+    """Returns the command to type if the path, which does not exist, may be a hub id; "" when it cannot be one."""
     folder = Path(path)
     if not folder.is_relative_to(Path.cwd()):
         return ""
@@ -42,14 +42,14 @@ def download_hint(path: str) -> str:
 
 
 def model_name(path: str) -> str:
-    """What a checkpoint is called by default: the hub id of a snapshot, else the name of its folder."""
+    """Returns a checkpoint's default name: the hub id of a snapshot, else the name of its folder."""
     folder = Path(path)
     owner = SNAPSHOT.fullmatch(folder.parents[1].name) if folder.parent.name == "snapshots" else None
     return f"{owner[1]}/{owner[2]}" if owner else folder.name
 
 
 def model_root(path: str) -> str:
-    """Where a checkpoint is, for clients that look for its tokenizer: the hub id of a snapshot, else its folder."""
+    """Returns the place where clients look for the tokenizer: the hub id of a snapshot, else the checkpoint's folder."""
     return model_name(path) if Path(path).parent.name == "snapshots" else path
 
 

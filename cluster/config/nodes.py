@@ -1,4 +1,4 @@
-"""Which hosts of a Ray have gateways, as a cluster's YAML says it."""
+"""The part of a cluster's YAML that says which hosts of a Ray cluster have gateways."""
 
 from typing import Literal
 

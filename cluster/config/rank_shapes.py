@@ -1,4 +1,4 @@
-"""Whether workers of several ranks can divide a model."""
+"""Checks that workers of several ranks can divide a model."""
 
 from collections.abc import Sequence
 
@@ -22,7 +22,7 @@ def check_ranks(island: IslandSection, models: Sequence[ModelConfig | None]) -> 
 
 
 def _refusal(ranks: int, models: Sequence[ModelConfig | None]) -> str:
-    """Why so many ranks cannot divide the models; empty where they can."""
+    """Returns why so many ranks cannot divide the models; empty if they can."""
     try:
         for model in models:
             if model is not None:

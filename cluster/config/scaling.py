@@ -8,8 +8,8 @@ from tandem.cluster.config.units import Islands, Seconds, Section, Workers
 
 
 class ScalingSection(Section):
-    """Where a target is given, the policy changes the number of islands if max_islands is above min_islands, and the
-    workers of each island if there is a max_workers."""
+    """The scaling policy. With a target it changes the number of islands if max_islands is above min_islands, and the
+    workers of each island if max_workers is set."""
 
     min_islands: Islands = Field(default=1, le=256)
     """fewest islands that the scaling policy keeps"""
@@ -36,18 +36,18 @@ class ScalingSection(Section):
 
     @property
     def targets(self) -> dict[str, float]:
-        """Those that are given, by their keys."""
+        """The targets that are set, by their keys."""
         values = {name: getattr(self, name) for name in ("queue_seconds", "first_token_seconds", "token_seconds")}
         return {name: value for name, value in values.items() if value is not None}
 
     @property
     def is_automatic(self) -> bool:
-        """Whether the policy changes the number of islands."""
+        """True if the policy changes the number of islands."""
         return bool(self.targets) and self.max_islands is not None and self.max_islands > self.min_islands
 
     @property
     def moves_roles(self) -> bool:
-        """Whether the policy changes the workers of islands."""
+        """True if the policy changes the workers of islands."""
         return bool(self.targets) and self.max_workers is not None
 
     @model_validator(mode="after")

@@ -71,12 +71,12 @@ class ModelSection(Section):
 
     @property
     def names(self) -> list[str]:
-        """What it is called, the name in answers first."""
+        """The model's names for clients; answers carry the first."""
         return self.served_model_name or [model_name(self.path or "")]
 
     @property
     def root(self) -> str:
-        """Where clients find its tokenizer: see model_root()."""
+        """The place where clients find the tokenizer: see model_root()."""
         return model_root(self.path or "")
 
 
@@ -210,7 +210,7 @@ class LoggingSection(Section):
 
     @property
     def settings(self) -> LogSettings:
-        """As processes take it."""
+        """The settings that processes take."""
         return LogSettings(self.access, self.format, self.folder)
 
 
@@ -234,7 +234,7 @@ class RecordSection(Section):
 
     @property
     def settings(self) -> RecordSettings | None:
-        """What workers get."""
+        """The settings that workers get; None if nothing is recorded."""
         return None if self.folder is None else RecordSettings(self.folder, self.max_mib << 20, self.prompts)
 
 
@@ -259,18 +259,18 @@ class SecuritySection(Section):
 
     @property
     def server(self) -> ServerSecurity:
-        """As the gateway takes it."""
+        """The settings that the gateway takes."""
         key = None if self.api_key is None else self.api_key.get_secret_value()
         return ServerSecurity(**self.model_dump(exclude={"api_key", "tls_at_proxy"}), api_key=key)
 
     @property
     def is_keyed(self) -> bool:
-        """Whether callers must show a token."""
+        """True if callers must show a token."""
         return self.token_file is not None or self.api_key is not None
 
     @property
     def is_guarded(self) -> bool:
-        """Whether the gateway may listen on a network."""
+        """True if the gateway may listen on a network."""
         return self.is_keyed and (self.tls_cert is not None or self.tls_at_proxy)
 
     @model_validator(mode="after")

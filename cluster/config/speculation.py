@@ -35,7 +35,7 @@ class SpeculationSection(Section):
 
     @property
     def settings(self) -> SpeculationSettings:
-        """What workers get."""
+        """The settings that workers get."""
         if self.method == "none":
             return SpeculationSettings()
         return SpeculationSettings(self.method, self.tokens, self.max_step_tokens, self.max_ngram, self.draft or "")

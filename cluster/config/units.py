@@ -1,4 +1,4 @@
-"""What sections of the configuration are made of: numbers with units, and their common rules."""
+"""The base of the configuration's sections: numbers with units, and the rules that all sections follow."""
 
 from typing import Annotated
 

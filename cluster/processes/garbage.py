@@ -28,7 +28,7 @@ class IdleCollections:
         self._is_idle = is_idle
 
     async def run(self) -> None:
-        """From here on, until it is cancelled. What is there now is never looked at again."""
+        """Collects garbage until it is cancelled. Objects that exist now are never looked at again."""
         gc.collect()
         gc.freeze()
         young, middle, _ = usual = gc.get_threshold()

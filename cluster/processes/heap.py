@@ -1,4 +1,4 @@
-"""What this process's C library does with memory that is freed."""
+"""Controls how this process's C library treats freed memory."""
 
 import ctypes
 

@@ -32,7 +32,7 @@ class Loss:
             _fail(answer, name, reason)
 
     def interrupt(self, reason: str, patience_seconds: float) -> None:
-        """From now on check() raises RayAway, and RayLost after so many seconds without resume()."""
+        """Makes check() raise RayAway from now on, and RayLost after so many seconds without resume()."""
         with self._lock:
             self._away, self._final_at = reason, time.monotonic() + patience_seconds
 

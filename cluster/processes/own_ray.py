@@ -125,7 +125,7 @@ class OwnRay:
 
 
 def machine_load() -> str:
-    """How busy this machine is, in words: what a slow or failed start comes of."""
+    """Describes how busy this machine is: the likely cause of a slow or failed start."""
     lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
     folder = tempfile.gettempdir()

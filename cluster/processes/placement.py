@@ -1,4 +1,4 @@
-"""Which node a group of processes goes to."""
+"""Chooses the node that a group of processes goes to."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,10 +21,9 @@ class Node:
 
 @dataclass(frozen=True)
 class Where:
-    """What a node must have beside room. here: be the launcher's own. address: be the one there, unless it is empty.
-    resources: Ray's, of which it must have as many in all. labels: Ray's, with these values. spread: members of a group
-    go to as many nodes as there are, not to one.
-    """
+    """The conditions that a node must meet besides room. here: it is the launcher's own. address: it has this address,
+    unless empty. resources: Ray's, of which it must have as many in all. labels: Ray's, with these values. spread:
+    members of a group go to as many nodes as there are, not to one."""
 
     here: bool = False
     resources: Resources = field(default_factory=dict)
@@ -42,7 +41,7 @@ class Where:
         )
 
     def __str__(self) -> str:
-        """In words, empty for any node."""
+        """Describes the conditions in words, empty for any node."""
         parts = ["this host"] * self.here + [f"the address {self.address}"] * bool(self.address)
         parts += [f"{amount:g} {name}" for name, amount in self.resources.items()]
         parts += [f"the label {name}={value}" for name, value in self.labels.items()]
@@ -53,7 +52,8 @@ ANYWHERE = Where()
 
 
 def nodes_with_room(nodes: Sequence[Node], need: Resources, groups: Counter[str]) -> list[Node]:
-    """Those that have `need` free, the best one first: of the fewest groups, then with the most that is free.
+    """Returns the nodes that have `need` free, the best one first: with the fewest groups, then with the most that is
+    free.
 
     groups: of this cluster, by the addresses of their nodes.
     """
@@ -78,19 +78,19 @@ def spread_over(nodes: Sequence[Node], bundles: Sequence[Resources], groups: Cou
 
 
 def could_have_room(nodes: Sequence[Node], need: Resources) -> bool:
-    """Whether one node has `need` in all, free or not."""
+    """Returns whether a node has `need` in all, free or not."""
     return any(_has(node.total, need) for node in nodes)
 
 
 def places(nodes: Sequence[Node], need: Resources) -> int:
-    """How often `need` is free, on all nodes together."""
+    """Returns how many times `need` fits into what is free on all nodes together."""
     return sum(
         int(min((node.free.get(name, 0) + 1e-6) / amount for name, amount in need.items() if amount)) for node in nodes
     )
 
 
 def spread_places(nodes: Sequence[Node], bundles: Sequence[Resources], most: int) -> int:
-    """How often there is room for all bundles, which go to several nodes; `most` at most."""
+    """Returns how many times all bundles, which go to several nodes, have room; `most` at most."""
     found = 0
     while found < most and spread_over(nodes, [*bundles] * (found + 1), Counter()):
         found += 1
@@ -98,7 +98,7 @@ def spread_places(nodes: Sequence[Node], bundles: Sequence[Resources], most: int
 
 
 def in_words(nodes: Sequence[Node]) -> str:
-    """What is free on each node."""
+    """Describes what is free on each node."""
     return "; ".join(
         f"{node.address} has " + " and ".join(
             f"{node.free.get(name, 0):g} of {node.total.get(name, 0):g} {name}s" for name in ("CPU", "GPU")
@@ -107,7 +107,7 @@ def in_words(nodes: Sequence[Node]) -> str:
 
 
 def size_of(need: Resources) -> tuple[float, float]:
-    """By which one bundle is larger than another."""
+    """The key by which bundles are ordered by size."""
     return need.get("GPU", 0), need.get("CPU", 0)
 
 

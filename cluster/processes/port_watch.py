@@ -89,7 +89,7 @@ def _probed(one: socket.socket) -> socket.socket:
 
 
 def _has_ended(one: socket.socket) -> bool:
-    """Whether the other end is closed or gone; what it sends is not wanted."""
+    """Returns whether the other end is closed or gone. Discards what it sends."""
     try:
         return not one.recv(4096)
     except OSError:

@@ -58,8 +58,8 @@ class ProcessHost:
         """Answered once the constructor is through."""
 
     def niceness(self) -> int:
-        """How much more this process, and all that it forks, have than its raylet: what RAY_worker_niceness adds. Above
-        0 the other processes of the host go first. A raylet's own niceness is its user's choice."""
+        """The niceness that this process, and all that it forks, have above their raylet's: RAY_worker_niceness adds
+        it. Above 0 the other processes of the host go first. A raylet's own niceness is its user's choice."""
         return os.getpriority(os.PRIO_PROCESS, 0) - os.getpriority(os.PRIO_PROCESS, os.getppid())
 
     def renew(self) -> None:
@@ -72,7 +72,7 @@ class ProcessHost:
         self._actor = self._server.fork(name, start, IMPORT_SECONDS)
 
     def call(self, name: str, payload: bytes) -> bytes:
-        """As ForkedActor.relay(). ProcessEnded for a call to an earlier process."""
+        """Relays a call as ForkedActor.relay() does. ProcessEnded for a call to an earlier process."""
         actor = self._actor
         if actor.name != name:
             raise ProcessEnded(name, "another process has replaced it")

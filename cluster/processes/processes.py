@@ -34,12 +34,12 @@ class ActorProcess(ABC):
 
     @property
     def silent_seconds(self) -> float:
-        """How long its host, another than this one, has not answered."""
+        """The seconds for which its host, if it is another one, has not answered."""
         return 0.0
 
     @property
     def is_held_up(self) -> bool:
-        """Whether it does not come to be now, because what starts processes is away."""
+        """True if the process cannot start now, because what starts processes is away."""
         return False
 
     @abstractmethod
@@ -61,7 +61,7 @@ class ProcessGroup(ABC):
     @property
     @abstractmethod
     def members(self) -> Sequence[ActorProcess]:
-        """In the order in which they were placed."""
+        """The processes in the order in which they were placed."""
 
     @abstractmethod
     def grow(self, specs: Sequence[ActorSpec], *, threads: int) -> Sequence[ActorProcess]:
@@ -86,7 +86,8 @@ class ProcessGroup(ABC):
     def replace_anywhere(
         self, members: Sequence[ActorProcess], specs: Sequence[ActorSpec], *, threads: int
     ) -> Sequence[ActorProcess]:
-        """As replace() of all members of one place, or in a new place beside the others if the old one is gone."""
+        """Replaces all members of one place as replace() does, or in a new place beside the others if the old one is
+        gone."""
         started: list[ActorProcess] = []
         with suppress(StartFailed):
             for member, spec in zip(members, specs, strict=True):
@@ -125,7 +126,7 @@ class Processes(ABC):
         return (LOOPBACK_HOST,)
 
     def hosts_for(self, where: Where) -> Sequence[str]:
-        """Those of `hosts` that a group may go to, with room or without."""
+        """Returns the `hosts` that a group may go to, with room or without."""
         return self.hosts
 
     @abstractmethod
@@ -138,8 +139,8 @@ class Processes(ABC):
         return ""
 
     def free_places(self, most: int, places: Sequence[int], *, gpus: int, where: Where = ANYWHERE) -> int:
-        """How many groups, `most` at most, hosts have room for now. It may be gone a moment later. places: how many
-        processes each place of a group has. Raises StartFailed where there is no host any more."""
+        """Returns how many groups, `most` at most, hosts have room for now. The room may be gone a moment later.
+        places: the number of processes in each place of a group. Raises StartFailed if there is no host any more."""
         return most
 
     def ask_for_places(self, groups: int, places: Sequence[int], *, gpus: int, where: Where = ANYWHERE) -> None:

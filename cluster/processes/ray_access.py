@@ -59,7 +59,7 @@ def check_ray_answers(address: str, asked: str) -> None:
 
 
 def _what_is_no_ray(host: str, port: int) -> str:
-    """What listens there in place of a Ray; empty for a Ray."""
+    """Describes what listens there in place of a Ray; empty for a Ray."""
     import grpc
 
     target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

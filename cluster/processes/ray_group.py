@@ -35,7 +35,7 @@ LEASE_CALLS = "lease"  # a thread of their own
 
 @dataclass(frozen=True)
 class Ties:
-    """By what process hosts and their launcher notice each other's end.
+    """The ways in which process hosts and their launcher notice each other's end.
 
     lifeline: the path of the launcher's, for process hosts on its own host. leases: for the others. forks: the address
     of the fork server on each host.
@@ -85,7 +85,7 @@ class RayGroup(ProcessGroup):
     def start(
         self, specs: Sequence[ActorSpec], hosts: Sequence[str], *, threads: int, seconds: float
     ) -> list["RayActor"]:
-        """As grow(). hosts: one for each place."""
+        """Starts processes as grow() does. hosts: one for each place."""
         self._ties.loss.check()
         started: list[RayActor] = []
         together = by_place(specs)
@@ -185,7 +185,7 @@ class RayGroup(ProcessGroup):
         return actor
 
     def _end(self, members: Sequence["RayActor"]) -> bool:
-        """Whether every process host answers and its process has ended."""
+        """Ends the members. Returns whether every process host answers and its process has ended."""
         if self._ties.loss.reason:
             return False  # they end by their lifeline, and a gateway's has something to say before
         patience = self._ties.leases.seconds
@@ -245,7 +245,8 @@ def _give_back(member: RayActor, placed: PlacementGroup | None) -> None:
 
 
 def _fill(answer: Future[Any], raw: Future[bytes], name: str) -> None:
-    """As open_answer(); an error of Ray's becomes ProcessEnded. After a loss `answer` is there already."""
+    """Fills `answer` as open_answer() does; an error of Ray's becomes ProcessEnded. After a loss `answer` is there
+    already."""
     with suppress(InvalidStateError):
         _fill_first(answer, raw, name)
 

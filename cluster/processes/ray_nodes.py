@@ -93,7 +93,7 @@ def alive_nodes() -> list[Node]:
 
 
 def log_folder() -> str:
-    """Where Ray keeps what processes of this node write to stderr."""
+    """Returns the folder where Ray keeps what processes of this node write to stderr."""
     return _worker.node.get_logs_dir_path()
 
 
@@ -186,7 +186,7 @@ def choose_nodes(bundles: Sequence[dict[str, float]], where: Where, groups: Coun
 
 
 def _answers(node: Node) -> bool:
-    """Whether its raylet can be reached."""
+    """Returns whether the node's raylet can be reached."""
     try:
         socket.create_connection((node.address, node.port), ANSWER_SECONDS).close()
     except OSError:
@@ -195,7 +195,7 @@ def _answers(node: Node) -> bool:
 
 
 def free_places(most: int, bundles: Sequence[dict[str, float]], where: Where) -> int:
-    """How many groups of these bundles, `most` at most, could be placed now."""
+    """Returns how many groups of these bundles, `most` at most, could be placed now."""
     here = own_node_address()
     fitting = [node for node in alive_nodes() if where.fits(node, here)]
     return spread_places(fitting, bundles, most) if where.spread else min(most, places(fitting, sum_of(bundles)))

@@ -117,7 +117,7 @@ class RayProcesses(Processes):
         return ray.get_runtime_context().gcs_address
 
     def log_folder(self, asked: str | None) -> str:
-        """Where this host's processes write their logs, after start(): `asked`, or Ray's folder of their stderr."""
+        """Returns the folder of this host's logs, after start(): `asked`, or Ray's folder of the processes' stderr."""
         return asked or log_folder()
 
     @property
@@ -176,7 +176,7 @@ class RayProcesses(Processes):
         check_growth(now, more, need, where, held)
 
     def _choose_hosts(self, bundles: Sequence[dict[str, float]], where: Where, deadline: float) -> list[str]:
-        """For a group, or for what one grows by."""
+        """Chooses hosts for a group, or for the places that a group grows by."""
         hosts = [{member.host for member in group.members} for group in self._groups]
         return choose_nodes(bundles, where, Counter(chain.from_iterable(hosts)), deadline)
 

@@ -1,4 +1,4 @@
-"""What becomes of a cluster whose Ray loses a server.
+"""Watches for the loss of Ray's servers.
 
     this host's raylet    the cluster ends: Ray's calls of this process end with it
     the GCS               processes live on, and call each other; nothing can be placed until it is back
@@ -22,7 +22,7 @@ GCS_SECONDS = 1.0  # for a connection to one
 
 
 class RayWatch:
-    """From the constructor to close(). It interrupts and resumes `loss`, which others declare."""
+    """Watches Ray from the constructor to close(). It interrupts and resumes `loss`, which others declare."""
 
     def __init__(
         self,

@@ -218,7 +218,7 @@ class _ForkLoop:
             self._spare = None
 
     def _drop_all(self) -> None:
-        """In a process that was just forked: closes what only the server has."""
+        """Closes what only the server has. A process that was just forked calls this."""
         for mine in (self._listener, self._spare, *self._stays.values()):
             if mine is not None:
                 mine.close()
@@ -238,7 +238,7 @@ class _ForkLoop:
 
 
 def _has_touched_gpu() -> bool:
-    """Whether this process has initialised CUDA, which does not survive a fork."""
+    """Returns whether this process has initialised CUDA, which does not survive a fork."""
     try:
         driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
     except OSError:

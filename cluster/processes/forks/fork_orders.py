@@ -1,4 +1,4 @@
-"""What a fork server is asked, and how: one request a connection, a length, JSON, and descriptors beside it."""
+"""The protocol of a fork server: one request a connection, with a length, JSON, and descriptors next to it."""
 
 import json
 import os
@@ -29,7 +29,7 @@ class ForkOrder:
 
 
 def order_from_here(name: str, modules: Sequence[str]) -> ForkOrder:
-    """For an actor that is as if this process had started it."""
+    """Makes an order for an actor that is as if this process had started it."""
     return ForkOrder(
         name,
         tuple(modules),
@@ -99,7 +99,7 @@ def receive_answer(asked: socket.socket, descriptors: int) -> tuple[int, list[in
 
 
 def is_ours(peer: socket.socket) -> bool:
-    """Whether the process at the other end runs for the user of this one. Any process can find an abstract address."""
+    """Returns whether the peer process runs for this process's user. Any process can find an abstract address."""
     size = struct.calcsize("3i")
     _, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return uid == os.geteuid()

@@ -41,7 +41,7 @@ THREADS: Mapping[str, str] = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIV
 
 
 def new_address() -> str:
-    """Of a server that nobody else will find by accident. It has no file."""
+    """Returns the address of a new server, which nobody else will find by accident. It has no file."""
     return f"tandem/forks/{secrets.token_hex(16)}"
 
 
@@ -87,7 +87,7 @@ class ForkServer:
 
     @property
     def pid(self) -> int:
-        """Of the server, once its imports are done: this waits for them."""
+        """Returns the server's pid once its imports are done, and waits for them."""
         with self._changed:
             self._changed.wait_for(lambda: self._server is not None or self._closed)
             return self._server[0] if self._server is not None else 0
@@ -307,8 +307,8 @@ def _fork_here(listener: socket.socket, modules: Sequence[str], title: str) -> i
 
 
 def _leave_parent(kept: int) -> None:
-    """In a forked server: lets go of its parent's handlers and files; stderr stays. Their numbers stay taken, so that
-    an object of the parent's that closes its own closes nothing else."""
+    """Lets go of the parent's handlers and files in a forked server; stderr stays. Their numbers stay taken, so that an
+    object of the parent's that closes its own closes nothing else."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     nothing = os.open(os.devnull, os.O_RDWR)

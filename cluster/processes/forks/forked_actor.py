@@ -77,7 +77,7 @@ class ForkedActor(ActorProcess):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def join(self, seconds: float) -> bool:
-        """Whether the process ends within `seconds` and has freed all that it held."""
+        """Returns whether the process ends within `seconds` and has freed all that it held."""
         self._reader.join(seconds)
         return not self._reader.is_alive()
 
@@ -127,7 +127,8 @@ class ForkedActor(ActorProcess):
 
 
 def _killed_for_memory() -> int:
-    """How many processes of this machine the kernel has ended for want of memory; 0 where it does not count them."""
+    """Returns how many processes of this machine the kernel has ended for want of memory; 0 where it does not count
+    them."""
     with suppress(OSError):
         for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
             if line.startswith("oom_kill "):

@@ -1,4 +1,4 @@
-"""What a process does that has just been forked for an actor, and its tie to the process that asked for it."""
+"""Turns a process that was just forked into an actor, and ties it to the process that asked for it."""
 
 import fcntl
 import os
@@ -38,10 +38,9 @@ def forked_by() -> str | None:
 
 
 def end_with(lifeline: int) -> bool:
-    """From now on the kernel kills this process when the last writer of the pipe `lifeline` closes it or ends. Nobody
-    may write there. It does so to a process that is stopped, or whose interpreter is held by a kernel. Returns whether
-    there still is a writer.
-    """
+    """Lets the kernel kill this process when the last writer of the pipe `lifeline` closes it or ends. Nobody may write
+    there. This works even if the process is stopped, or a kernel holds its interpreter. Returns whether there still is
+    a writer."""
     fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(lifeline, F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)

@@ -214,7 +214,7 @@ class ActiveRequests:
         return peer_pb2.CLAIM_OUTCOME_FREE
 
     async def give_host(self, claim: Claim) -> peer_pb2.ClaimOutcome:
-        """As give(), of all processes of this host: another host asks."""
+        """Answers another host's claim for all processes of this host, as give() does for this process."""
         outcome = await self.give(claim)
         holders = self._claims.holders(claim.request_id)
         if outcome != peer_pb2.CLAIM_OUTCOME_FREE or not holders:

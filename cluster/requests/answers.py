@@ -44,7 +44,8 @@ class Answers:
         return tuple(self._generations.values())
 
     def answer(self, index: int) -> Generation | None:
-        """That of one answer; None where there is none, or where the client does not get it as it is generated."""
+        """Returns an answer's generation; None if there is no such answer, or the client does not get it as it is
+        generated."""
         return None if self._ranked else self._generations.get(index)
 
     @property

@@ -1,4 +1,4 @@
-"""What comes for one request from its decode worker, by turns with other requests."""
+"""Reads what the decode worker sends for one request, by turns with other requests."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Generator
@@ -79,7 +79,7 @@ class Begun(Generic[T]):
             self.value = end.value
 
     def __await__(self) -> Generator[Any, Any, None]:
-        """As `yield from`, which cannot begin in the middle."""
+        """Runs the rest as `yield from` would, which cannot begin in the middle."""
         while not self._ended:
             try:
                 got = yield self._wants

@@ -1,4 +1,4 @@
-"""How many bytes of requests may be under way: from their first byte until they are validated."""
+"""Limits how many bytes of requests are under way: from their first byte until they are validated."""
 
 from collections import Counter
 from contextvars import ContextVar
@@ -11,7 +11,7 @@ USUAL_MIB, MOST_MIB = 4, 16  # of one body
 TOKEN_BYTES = 32  # of text, escaped as JSON may be
 
 current_body: "ContextVar[Body | None]" = ContextVar("current_body", default=None)
-"""Of the call that this task answers, where its frontend counts it."""
+"""The body of the call that this task answers, if its frontend counts it."""
 
 
 def largest_body(max_message_mib: int | None, max_model_len: int) -> int:
@@ -60,7 +60,7 @@ class BodyBudget:
 
 
 class Body:
-    """What one request holds of a budget. release() is idempotent."""
+    """The bytes that one request holds of a budget. release() is idempotent."""
 
     def __init__(self, budget: BodyBudget, host: str) -> None:
         self._budget = budget

@@ -1,4 +1,4 @@
-"""Who shares cached prefixes with whom: only requests of one salt do."""
+"""Separates cached prefixes: only requests with equal salts share them."""
 
 from hashlib import blake2b
 

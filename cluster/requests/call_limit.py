@@ -1,4 +1,4 @@
-"""How much may be under way at a gateway: calls through all frontends of all its processes, and connections."""
+"""Limits what is under way at a gateway: calls through all frontends of all its processes, and connections."""
 
 import asyncio
 import resource

@@ -1,4 +1,4 @@
-"""What a checkpoint advises for sampling, for requests that do not say."""
+"""The sampling parameters that a checkpoint advises, for requests that leave them out."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -8,10 +8,10 @@ from tandem.workers.config import Role
 
 
 def unfinished(islands: Islands, requests: ActiveRequests, name: str, pes: Collection[int], *, move: bool) -> int:
-    """How many requests of this process still need these workers of an island. On the gateway's event loop.
+    """Counts the requests of this process that still need these workers of an island. Runs on the gateway's event loop.
 
-    move: those that they decode go on at the others, spread evenly over decode workers that can be reached. A request
-    whose prompt is still computed is not moved yet, one that slides never.
+    move: their decoding requests go on at the island's other workers, spread evenly over decode workers that can be
+    reached. A request whose prompt is still computed is not moved yet, and a sliding one never is.
     """
     leaving = [link for link in islands.workers(name) if link.pe in pes]
     if move:

@@ -10,7 +10,8 @@ STOP_COST = 256  # characters of stop strings that do
 
 
 def cost_of(top: int | None, stops: Sequence[str] = ()) -> int:
-    """Of each message of a request. It has at most MOST_TOKENS // cost tokens, and one at least.
+    """Returns the cost of each message of a request. A message has at most MOST_TOKENS // cost tokens, and at least
+    one.
 
     top: log-probabilities of each token, or None. stops: which each token's text is searched for.
     """
@@ -18,7 +19,7 @@ def cost_of(top: int | None, stops: Sequence[str] = ()) -> int:
 
 
 def most_tokens(cost: int) -> int:
-    """Of a message."""
+    """Returns the largest number of tokens in a message."""
     return max(1, MOST_TOKENS // cost)
 
 

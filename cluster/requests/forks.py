@@ -14,8 +14,8 @@ MOST_BESIDE = 512  # tokens behind the parent's that its decode worker computes
 
 
 class ForkedFrom(NamedTuple):
-    """Where what a fork begins with has its KV: at both of the pair's workers, which are one, under the id that the
-    workers know."""
+    """The place of the KV that a fork begins with: both workers of the pair, which are one, have it under the id that
+    they know."""
 
     pair: LinkPair | None = None
     request_id: str = ""

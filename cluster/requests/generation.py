@@ -96,7 +96,8 @@ class Generation:
 
     @property
     def can_replay(self) -> bool:
-        """Whether its tokens so far, as a prompt, give the next one: not where one has left its window."""
+        """Returns whether the tokens so far, sent as a prompt, give the next token. They do not once a token has left
+        the window."""
         return not self._sent or self._request.prompt.fits_window(len(self._sent))
 
     @property
@@ -110,7 +111,7 @@ class Generation:
         return self._request.prompt.going_on(self._sent).token_ids
 
     def fits_window(self, position: int) -> bool:
-        """Whether nothing had left its window when it had its first `position` tokens."""
+        """Returns whether no token had left the window when the request had its first `position` tokens."""
         prompt = self._request.prompt
         return position <= len(prompt) or prompt.fits_window(position - len(prompt))
 
@@ -303,8 +304,9 @@ class Generation:
 
     @property
     def _first_token_seconds_left(self) -> float | None:
-        """What workers plan the first token of a placement by; 0 or less where that is past. Of a request whose client
-        has tokens already, the target counts from this placement on: its reader waits now, for the next token."""
+        """Returns the seconds by which workers plan a placement's first token; 0 or less if they are over. If the
+        client has tokens already, the target counts from this placement on: the reader waits now, for the next token.
+        """
         target = self._request.params.first_token_seconds
         if target is None:
             return None

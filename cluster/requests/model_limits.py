@@ -1,4 +1,4 @@
-"""How long requests may be, by the model's context and what its workers keep."""
+"""The limits of requests' lengths, by the model's context and what its workers keep."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """What a request may ask of the served model."""
+    """The limits of requests to the served model."""
 
     vocab_size: int
     max_model_len: int

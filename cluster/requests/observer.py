@@ -1,4 +1,4 @@
-"""What watches requests: metrics, logs and traces are told of each transition of a request."""
+"""Observers of requests: metrics, logs and traces are told of each transition of a request."""
 
 from collections.abc import Callable, Sequence
 

@@ -23,11 +23,11 @@ class PromptLogprobs:
 
     @property
     def wanted(self) -> bool:
-        """Whether the next placement has to compute them."""
+        """True if the next placement has to compute the prompt's log-probabilities."""
         return self._left > 0
 
     async def messages(self, call: PromptLogprobCall) -> AsyncGenerator[inference_pb2.GenerateResponse]:
-        """What `call` brings and the client has not; fewer where the prompt fails meanwhile."""
+        """Yields the messages of `call` that the client does not have; fewer if the prompt fails meanwhile."""
         if self._left == len(self._request.prompt):
             yield self._message([inference_pb2.TokenLogprobs()])
         position, cost = 1, cost_of(self._request.params.prompt_logprobs)
@@ -46,7 +46,7 @@ class PromptLogprobs:
     def _entries(
         self, packed: worker_pb2.PackedLogprobs, begin: int, first: int, end: int
     ) -> list[inference_pb2.TokenLogprobs]:
-        """Those of the prompt tokens from `first` to before `end`. begin: the first one that `packed` has."""
+        """Returns the entries of the prompt tokens in [first, end). begin: the first one that `packed` has."""
         count, rows = len(packed.logprobs) // 4, slice(first - begin, end - begin)
         logprobs = np.frombuffer(packed.logprobs, "<f4")[rows].tolist()
         ids = np.frombuffer(packed.top_ids, "<u4").reshape(count, -1)[rows].tolist()

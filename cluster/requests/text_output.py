@@ -1,4 +1,4 @@
-"""From sampled tokens to the text that one client sees."""
+"""Turns sampled tokens into the text that one client sees."""
 
 from typing import NamedTuple
 

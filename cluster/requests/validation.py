@@ -170,7 +170,7 @@ class RequestValidator:
             self._limits.check_length(count, 1)
 
     def is_long(self, message: inference_pb2.GenerateRequest) -> bool:
-        """Whether prompt_tokens() takes long for a message that passes check()."""
+        """Returns whether prompt_tokens() takes long for a message that passes check()."""
         return (
             len(message.text) > QUICK_TEXT
             or len(message.chat.messages) > QUICK_MESSAGES
@@ -179,12 +179,12 @@ class RequestValidator:
         )
 
     def priority(self, service_tier: str, otherwise: int) -> int:
-        """That of a tier; `otherwise` where it names none."""
+        """Returns the priority of a tier; `otherwise` if the tier is empty."""
         tiers: dict[str, int] = dict(zip(TIERS, self._limits.priorities, strict=True))
         return tiers.get(service_tier, otherwise)
 
     def salt(self, cache_salt: str, credential: str) -> bytes:
-        """By which workers share prefixes. Raises InvalidRequest."""
+        """Returns the salt by which workers share prefixes. Raises InvalidRequest."""
         return worker_salt(cache_salt, credential if self._salt_by_token else "")
 
     def most_kept(self, message: inference_pb2.GenerateRequest) -> int | None:

@@ -33,7 +33,8 @@ FAILURES = (CallError, WorkerCallError, TimeoutError)
 
 
 class WarmUp:
-    """What the first requests would compile, connect or allocate is done once run() returns. Used on the event loop."""
+    """Compiles, connects and allocates what the first requests would. All is done once run() returns. Used on the event
+    loop."""
 
     def __init__(self, islands: Islands, router: Router, limits: ModelLimits, *, local: bool) -> None:
         """local: whether workers compute prompts that they decode themselves."""

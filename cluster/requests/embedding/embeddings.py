@@ -31,7 +31,7 @@ NO_OUTPUT = SamplingParams(max_tokens=0)
 
 @dataclass(frozen=True)
 class Caller:
-    """Whose request it is. See ActiveRequests.serve."""
+    """The caller of a request. See ActiveRequests.serve."""
 
     client: str
     host: str = ""
@@ -197,6 +197,6 @@ class _Watched:
 
 
 def _normalized(values: Values) -> Values:
-    """Of length 1. sentence-transformers leaves a length of 0 as it is."""
+    """Returns vectors of length 1. A length of 0 stays 0, as in sentence-transformers."""
     lengths = np.linalg.norm(values.astype(np.float64), axis=1, keepdims=True)
     return (values / np.maximum(lengths, 1e-12)).astype(np.float32)

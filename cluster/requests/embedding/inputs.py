@@ -1,4 +1,4 @@
-"""From a request for embeddings to the prompts that workers compute."""
+"""Turns a request for embeddings into the prompts that workers compute."""
 
 import asyncio
 from collections.abc import Sequence

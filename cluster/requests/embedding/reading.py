@@ -170,8 +170,8 @@ class PromptReading:
             ) from None
 
     def _choose(self, tokens: int) -> WorkerLink | None:
-        """Of the reachable prefill workers with room, that with the fewest prompt tokens to compute, whosever they are.
-        Any worker where no prefill worker is reachable."""
+        """Chooses the reachable prefill worker that has room and the fewest prompt tokens to compute, whosever they
+        are. Chooses among all workers if no prefill worker is reachable."""
         links, loads = self._islands.links(), [one for one in self._islands.loads() if one.reachable]
         prefills = [one for one in loads if one.role == Role.PREFILL] or loads
         placed = self._placed
@@ -221,7 +221,7 @@ class PromptReading:
 
 
 class _Place:
-    """What a worker is to compute: its load counts it until release()."""
+    """A worker's share of the work: its load counts these tokens until release()."""
 
     def __init__(
         self, link: WorkerLink, worker_id: str, tokens: int, placed: Counter[WorkerLink], queue: AdmissionQueue
@@ -263,7 +263,7 @@ class _Call:
             self.timings.queue_seconds = time.perf_counter() - self._began
 
     def take(self, part: _Group, response: worker_pb2.ReadPromptsResponse) -> None:
-        """What a worker has answered."""
+        """Takes in a worker's answer."""
         values = np.frombuffer(response.values, "<f4").reshape(len(part.prompts), self.job.width)
         self._values[part.begin : part.begin + len(part.prompts)] = values[:, : self.job.kept]
         self.usage.cached_tokens += sum(response.cached_tokens)
@@ -278,5 +278,5 @@ class _Call:
 
 
 def queue_of_process(max_requests: int, max_tokens: int, priority_seconds: float) -> AdmissionQueue:
-    """Of calls of this process alone: they wait for prompts' turns, and not for pages of decode workers."""
+    """Makes a queue for calls of this process alone: they wait for prompts' turns, and not for pages of decode workers."""
     return AdmissionQueue(max_requests, max_tokens, GatewayTable.alone(), priority_seconds=priority_seconds)

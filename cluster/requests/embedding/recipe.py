@@ -1,8 +1,8 @@
-"""How a checkpoint's embeddings are made: what its files for sentence-transformers say.
+"""The recipe for a checkpoint's embeddings, from its files for sentence-transformers.
 
 | file | what it has |
 |---|---|
-| modules.json | the steps behind the model: Pooling, Normalize |
+| modules.json | the steps after the model: Pooling, Normalize |
 | 1_Pooling/config.json | which hidden states count |
 | config_sentence_transformers.json | prompts by name |
 | sentence_bert_config.json | the longest input |
@@ -21,7 +21,7 @@ from tandem.workers.checkpoint.files import is_there, read_text
 MODULES = "modules.json"
 MAX_BYTES = 1 << 20
 MODES = {"lasttoken": False, "mean": True}
-"""Those that are served: whether all hidden states count."""
+"""The pooling modes that are served; True if all hidden states count."""
 OLDER_MODES = {
     "pooling_mode_lasttoken": "lasttoken",
     "pooling_mode_mean_tokens": "mean",
@@ -47,7 +47,7 @@ class EmbeddingRecipe:
     unpooled: str = ""
 
     def configured(self, pooling: str, normalize: bool | None) -> "EmbeddingRecipe":
-        """With what the cluster's configuration says instead: see EmbeddingsSection."""
+        """Returns the recipe with the values that the cluster's configuration sets: see EmbeddingsSection."""
         recipe = self if normalize is None else replace(self, normalizes=normalize)
         return recipe if pooling == "auto" else replace(recipe, mean=pooling == "mean", unpooled="")
 
@@ -67,7 +67,7 @@ def read_recipe(folder: Path) -> EmbeddingRecipe:
 
 
 def _refused(config: Fields) -> str:
-    """Why a model's hidden states are not those of a decoder."""
+    """Returns why a model's hidden states are not a decoder's; empty if they are."""
     text = config.section("text_config") if "text_config" in config else config
     for name, value in (("is_causal", False), ("use_bidirectional_attention", True)):
         if text.raw(name) is value:

@@ -16,7 +16,7 @@ QWEN3_RERANKER = (
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: {instruction}\n'
     "<Query>: {query}\n<Document>: {document}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 )
-"""Its prompt, with the places of this package's templates."""
+"""The reranker's prompt, with the placeholders of this package's templates."""
 MOST_CHARACTERS = 1 << 25  # of all pairs: a query counts with each of its documents
 MARK = "<|"  # begins the special tokens of templates
 
@@ -42,7 +42,7 @@ class ScorePrompt:
         self._refused, self.token_ids = self._find_tokens()
 
     def _find_tokens(self) -> tuple[str, tuple[int, ...]]:
-        """Why nothing can be scored, empty where it can; the ids of the good and the bad token."""
+        """Returns why nothing can be scored, empty if it can, and the ids of the good and the bad token."""
         tokenizer, ids = self._tokenizer, list[int]()
         if tokenizer is None:
             return "the checkpoint has no tokenizer", ()
@@ -67,7 +67,7 @@ class ScorePrompt:
         return ""
 
     async def tokens(self, pairs: Pairs, host: str) -> list[Int64Array]:
-        """Of each pair's prompt. Raises InvalidRequest."""
+        """Returns the token ids of each pair's prompt. Raises InvalidRequest."""
         if self._refused:
             raise InvalidRequest(f"the model gives no scores: {self._refused}")
         size = sum(len(query) + len(document) for query, document in pairs.texts)
@@ -92,7 +92,7 @@ class ScorePrompt:
     async def _cut(
         self, befores: list[str], documents: list[str], kept: int | None, each: int | None, host: str
     ) -> list[Int64Array]:
-        """What stands before and behind a document is whole. A space before it goes with it."""
+        """Cuts documents; what stands before and after a document stays whole. A space before it goes with it."""
         spaces = [len(one) - len(one.rstrip(" ")) for one in befores]
         texts = [one.rstrip(" ") for one in befores]
         texts += [" " * count + one for count, one in zip(spaces, documents, strict=True)]
@@ -111,7 +111,7 @@ class ScorePrompt:
         return cut
 
     def _filled(self, instruction: str, query: str) -> str:
-        """What stands before the document. Neither text's own braces mean anything."""
+        """Returns the text before the document. Braces in the two texts mean nothing."""
         head, tail = self._before.split("{query}")
         return head.replace("{instruction}", instruction) + query + tail
 

@@ -1,4 +1,4 @@
-"""What a cluster's configuration says of embeddings and scores."""
+"""The settings of embeddings and scores in a cluster's configuration."""
 
 from dataclasses import dataclass
 

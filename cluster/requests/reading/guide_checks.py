@@ -1,4 +1,4 @@
-"""What the gateway knows of grammars: which of them workers can follow."""
+"""Checks in the gateway which grammars workers can follow."""
 
 from collections import OrderedDict
 from dataclasses import replace

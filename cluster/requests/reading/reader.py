@@ -1,4 +1,4 @@
-"""What reads long requests and compiles grammars, in a process of its own.
+"""Reads long requests and compiles grammars, in a process of its own.
 
 It imports little: that process has memory of its own.
 """
@@ -44,21 +44,21 @@ class Reader:
         """Returns once the constructor has."""
 
     def tokens(self, message: inference_pb2.GenerateRequest, most: int | None = None) -> Int64Array:
-        """As prompt_tokens(); of more than `most` the last."""
+        """Returns the ids of prompt_tokens(), or their last `most`."""
         ids = prompt_tokens(self._tokenizer, message)
         return ids if most is None else ids[max(0, len(ids) - most) :]
 
     def texts(self, texts: Sequence[str], special: bool, most: int | None) -> list[Int64Array]:
-        """As Tokenizer.encode_all()."""
+        """Encodes texts as Tokenizer.encode_all() does."""
         assert self._tokenizer is not None, "texts are refused without one"
         ids = self._tokenizer.encode_all(texts, add_special_tokens=special, most=most)
         return [np.array(one, np.int64) for one in ids]
 
     def check_guide(self, guided: Guided, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        """As Grammars.check().
+        """Checks a grammar as Grammars.check() does.
 
         Some grammars end this process: nested ones, for which the compiler calls itself, on a stack that is smaller
-        than those of workers; and small schemas whose references multiply, for which it takes gigabytes.
+        than the workers' stacks; and small schemas whose references multiply, for which it takes gigabytes.
         """
         self._grammars = self._grammars or Grammars(self._folder, vocab_size, eos_token_ids)
         soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
@@ -75,5 +75,5 @@ class Reader:
 
 
 def _data_bytes() -> int:
-    """What RLIMIT_DATA counts."""
+    """Returns the bytes that RLIMIT_DATA counts."""
     return int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()

@@ -56,22 +56,22 @@ class Readers:
             self._server = ForkServer(self._modules, address=forked_by())
 
     async def tokens(self, client: str, message: inference_pb2.GenerateRequest, most: int | None = None) -> Int64Array:
-        """As prompt_tokens(), and as run(). Of more than `most` tokens the last."""
+        """Returns the ids of prompt_tokens(), or their last `most`. Waits and raises as run() does."""
         return await self._read(client, "tokens", message, most)
 
     async def texts(self, client: str, texts: Sequence[str], special: bool, most: int | None) -> list[Int64Array]:
-        """As Tokenizer.encode_all(), and as run()."""
+        """Encodes texts as Tokenizer.encode_all() does. Waits and raises as run() does."""
         return await self._read(client, "texts", texts, special, most)
 
     async def run(self, client: str, function: Callable[..., T], *arguments: object) -> T:
-        """What a function of a module returns or raises. All travel between processes.
+        """Runs a module's function in the process; returns or raises as it does. All values travel between processes.
 
         Waits for its turn: clients take turns. InvalidRequest after READ_SECONDS. ServerError when the process ends.
         """
         return await self._read(client, "run", function, *arguments)
 
     async def check_guide(self, client: str, guided: Guided, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        """As Reader.check_guide(), and waits as run(). Raises ReadTooSlow and ProcessEnded, too."""
+        """Calls Reader.check_guide(), and waits as run() does. Raises ReadTooSlow and ProcessEnded, too."""
         await self._ask(client, "check_guide", guided, vocab_size, eos_token_ids)
 
     async def _read(self, client: str, method: str, *arguments: object) -> Any:

@@ -1,4 +1,4 @@
-"""What a client has from an earlier call of the request that it resumes."""
+"""The output that a client has from an earlier call of the request that it resumes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ CheckIds = Callable[[str, Int64Array], None]
 
 @dataclass(frozen=True)
 class Received:
-    """What a client has of one answer from an earlier call of the same request."""
+    """The part of one answer that a client has from an earlier call of the same request."""
 
     token_ids: tuple[int, ...] = ()
     ended: bool = False  # nothing more comes of it
@@ -26,8 +26,9 @@ class Received:
 def read_resume(
     message: inference_pb2.GenerateRequest, params: SamplingParams, adapter: Adapter | None, check: CheckIds
 ) -> tuple[Received, ...]:
-    """Of each answer that the client gets; none where there was no earlier call. Raises InvalidRequest, and
-    AdapterRefused where other weights computed the tokens. adapter: what the request's model stands for now."""
+    """Returns the received part of each answer that the client gets; () if there was no earlier call. Raises
+    InvalidRequest, and AdapterRefused if other weights computed the tokens. adapter: the one that the request's model
+    names now."""
     resume, count = message.resume, len(message.resume.answers)
     if resume.token_ids or any(answer.token_ids for answer in resume.answers):
         _check_adapter(message, adapter)

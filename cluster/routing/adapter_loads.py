@@ -151,7 +151,7 @@ def _refusal(failed: dict[WorkerLink, Exception]) -> Exception:
 
 
 def _in_words(errors: Iterable[tuple[WorkerLink, Exception]]) -> str:
-    """What workers said, each text once."""
+    """Joins the workers' errors, each text once."""
     said: defaultdict[str, list[str]] = defaultdict(list)
     for link, error in errors:
         said[str(error)].append(link.name)

@@ -25,7 +25,7 @@ AskOthers = Callable[[int], Awaitable[bool]]
 
 @dataclass(order=True)
 class _Waiter:
-    """Of one priority the lowest number goes first, and of equal ones the earliest."""
+    """A request in the queue. The lowest priority number goes first, and the earliest among equal ones."""
 
     number: int = field(init=False)
     since: int = field(init=False)  # monotonic nanoseconds
@@ -109,17 +109,17 @@ class AdmissionQueue:
 
     @property
     def requests(self) -> int:
-        """That wait in this process."""
+        """The number of requests that wait in this process."""
         return self._table.own(Column.QUEUED)
 
     @property
     def tokens(self) -> int:
-        """That they ask for."""
+        """The number of tokens that the waiting requests of this process ask for."""
         return self._table.own(Column.QUEUED_TOKENS)
 
     @property
     def waits(self) -> bool:
-        """Whether a request waits in any process."""
+        """True if a request waits in any process."""
         return self._table.total(Column.QUEUED) > 0
 
     @asynccontextmanager
@@ -159,7 +159,7 @@ class AdmissionQueue:
         return self._end_newest(asked, "this client has most of it: its newest request gives way to another client's")
 
     async def first(self) -> None:
-        """For the request that has the turn: returns when none comes before it, in whichever process."""
+        """Returns once no request of any process comes before the caller's, which has the turn."""
         turn = self._head
         assert turn is not None, "the caller has the turn"
         while True:
@@ -250,7 +250,7 @@ class AdmissionQueue:
                 raise self._overloaded(reason)
 
     def _is_full(self, turn: _Waiter) -> str:
-        """Which bound does not let it in; empty when it may come in."""
+        """Names the bound that keeps the request out; empty if it may come in."""
         requests = self._table.total(Column.QUEUED) - turn.requests
         tokens = self._table.total(Column.QUEUED_TOKENS) - turn.tokens
         if requests >= self._max_requests:

@@ -87,7 +87,7 @@ class _Island:
         return ranked
 
     def _tokens(self, decode: WorkerLoad) -> float:
-        """What the request's own tokens take, above all beyond the bound."""
+        """Returns the cost of the request's own tokens. Time beyond the bound counts most."""
         own = self._token_seconds(decode)
         return self._output * (TOKEN_WEIGHT * own + max(0.0, own - self._bound))
 

@@ -1,4 +1,4 @@
-"""What workers hold of prompts, in pages and in the stores behind them, and what a router may count on."""
+"""The prefixes that workers hold in pages and in their stores, and the part that a router may count on."""
 
 from dataclasses import dataclass
 from typing import Generic
@@ -26,7 +26,7 @@ class HeldPrefixes(Generic[Holder]):
     def __init__(self) -> None:
         self.pages: PrefixView[Holder] = PrefixView()
         self.stored: PrefixView[Holder] = PrefixView()
-        """Of pages and of stores, of workers that have one."""
+        """The keys in pages and in stores, for workers that have a store."""
         self._prices: dict[Holder, float] = {}
 
     def apply(self, holder: Holder, report: worker_pb2.WorkerReport) -> None:

@@ -17,12 +17,12 @@ from tandem.proto import inference_pb2
 from tandem.workers.config import Role
 
 COPIED_TOKENS = 256
-"""What bringing an adapter from host memory to the device costs, in tokens of a prompt: tens of megabytes take a few
+"""The cost of copying an adapter from host memory to the device, in prompt tokens: tens of megabytes take a few
 milliseconds, and another adapter may have to come back later."""
 
 
 class LinkPair(NamedTuple):
-    """As policy.Pair, with the connections."""
+    """A policy.Pair with the connections to its workers."""
 
     decode: WorkerLink
     prefill: WorkerLink
@@ -87,7 +87,7 @@ class Islands:
         self._changes = PlacedChanges(self._table, [])  # of the links
 
     def links(self) -> dict[Key, WorkerLink]:
-        """Of all workers that take requests, grouped by island."""
+        """Returns the connections to all workers that take requests, grouped by island."""
         if self._links is None:
             self._links = {
                 (name, link.pe): link
@@ -102,18 +102,19 @@ class Islands:
         return self._links
 
     def loads(self) -> list[WorkerLoad]:
-        """What routing policies see of links(), in their order. Only a worker that has changed is looked at again."""
+        """Returns the loads that routing policies see, in the order of links(). Only workers that have changed are
+        looked at again."""
         links = list(self.links().values())
         for number in self._changes.look():
             links[number].known_load = None
         return [link.known_load or link.worker_load() for link in links]
 
     def prompt_keys(self, token_ids: Int64Array, salt: bytes) -> PromptKeys:
-        """What pairs() finds a prompt's prefixes by. One for a request: keys take time to make."""
+        """Makes the keys by which pairs() finds a prompt's prefixes. Call it once a request: keys take time to make."""
         return PromptKeys(token_ids, self._page_size, salt)
 
     def pairs(self, ask: Ask, prompt: PromptKeys | None = None, adapter: bytes = b"") -> Iterator[LinkPair]:
-        """In the order that the routing policy gives. prompt: where given, ask gets its matches. adapter: digest of the
+        """Yields pairs in the routing policy's order. prompt: where given, ask gets its matches. adapter: digest of the
         LoRA adapter that both workers must hold; empty: none."""
         links = self.links()
         matches = ask.matches if prompt is None else self._prefixes.match(prompt)
@@ -131,7 +132,7 @@ class Islands:
         return sum(link.role is Role.DECODE for link in self.links().values()) == 1
 
     def holds(self, adapter: bytes) -> bool:
-        """Whether any worker that takes requests holds an adapter."""
+        """Returns whether any worker that takes requests holds an adapter."""
         return any(adapter in link.adapters for link in self.links().values())
 
     def _holders(self, adapter: bytes) -> list[WorkerLoad]:
@@ -143,13 +144,14 @@ class Islands:
         ]
 
     def serves(self, pair: LinkPair) -> bool:
-        """Whether the decode worker takes requests now, and the other one sends it a prompt: it may be leaving."""
+        """Returns whether the decode worker takes requests, and the prefill worker, which may be leaving, still sends
+        it a prompt."""
         takes = pair.decode in self.links().values()
         serving = [link for island in self._current.values() if island.state.workers for link in island.links]
         return takes and pair.prefill in serving and pair.decode.reachable and pair.prefill.reachable
 
     def workers(self, name: str) -> list[WorkerLink]:
-        """Of an island, whether they take requests or are about to leave."""
+        """Returns the connections to an island's workers, those about to leave included."""
         return list(self._current[name].links) if name in self._current else []
 
     def placed_tokens(self, name: str) -> int:

@@ -1,4 +1,4 @@
-"""Which islands serve: what the supervisors tell the gateway's processes, and every later one."""
+"""The islands that serve: the supervisors tell the gateway's processes, and each process that starts later."""
 
 import threading
 from concurrent.futures import Future
@@ -34,7 +34,8 @@ class IslandState:
 
 @dataclass(frozen=True)
 class Outage:
-    """Why no process can be placed, while what runs serves on; empty where it can. `version` orders what is told."""
+    """The reason why no process can be placed, while running processes serve on; empty if processes can be placed.
+    `version` orders outages."""
 
     version: int = 0
     reason: str = ""
@@ -86,7 +87,7 @@ class Membership:
 
     @property
     def islands(self) -> list[IslandState]:
-        """Those of the cluster now. One without workers takes no requests."""
+        """The cluster's current islands. An island without workers takes no requests."""
         with self._lock:
             return [state for state in self._states.values() if not state.gone]
 
@@ -136,7 +137,7 @@ class Membership:
                 gateway.call("update_island", state)
 
     def attach(self, gateway: ActorProcess) -> list[Future[Any]]:
-        """From now on this process is told, too; the calls that tell it all that is known."""
+        """Tells this process all that is known, and from now on all changes. Returns the calls that tell it."""
         with self._lock:
             self._gateways.append(gateway)
             if self._scaling is not None:

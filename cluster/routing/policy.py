@@ -46,7 +46,7 @@ NO_MATCHES: Mapping[Key, int] = MappingProxyType({})
 
 
 class Ask(NamedTuple):
-    """What a request asks for."""
+    """The figures of a request by which policies choose."""
 
     prompt_tokens: int
     max_tokens: int
@@ -54,17 +54,17 @@ class Ask(NamedTuple):
     pushes: Mapping[tuple[str, str], float] = NO_PUSHES  # seconds a token, from one host to another; 0 for all others
 
     def push_seconds(self, prefill: "WorkerLoad", decode: "WorkerLoad") -> float:
-        """What pushing the prompt between the two adds to it."""
+        """Returns the seconds that pushing the prompt between the two workers adds to it."""
         seconds = self.pushes.get((prefill.host, decode.host), 0.0)
         return seconds * max(0, self.prompt_tokens - self.matches.get(decode.key, 0))
 
     def push_tokens(self, prefill: "WorkerLoad", decode: "WorkerLoad") -> int:
-        """How many prompt tokens the prefill worker would compute in that time."""
+        """Returns the number of prompt tokens that the prefill worker would compute in that time."""
         return int(self.push_seconds(prefill, decode) * prefill.prompt_rate)
 
 
 class Pair(NamedTuple):
-    """Where a request is decoded, and where its prompt is computed: two workers of an island, or one for both."""
+    """The workers that decode a request and compute its prompt: two workers of an island, or one for both."""
 
     decode: WorkerLoad
     prefill: WorkerLoad
@@ -93,12 +93,12 @@ def least_loaded(workers: Sequence[WorkerLoad], ask: Ask, turn: int) -> Iterator
 
 
 def prefix_aware(workers: Sequence[WorkerLoad], ask: Ask, turn: int) -> Iterator[Pair]:
-    """As least_loaded, but what a worker holds of the prompt counts against its load.
+    """Orders pairs like least_loaded, but subtracts the part of the prompt that a worker holds from its load.
 
     The load of a prefill worker is in tokens to compute before this prompt. A token that it need not compute counts
-    SAVED_WORTH of them: it saves its own time, and that of all requests behind it. The load of a decode worker is in
-    tokens to hold, and one that it holds already counts as one. So a match outweighs a bounded load. A prefix that
-    everybody sends drowns no worker: another one comes to hold it, too.
+    SAVED_WORTH tokens: it saves the prompt's own time, and the time of all requests after it. The load of a decode
+    worker is in tokens to hold, and a token that it holds already counts as one. So a match outweighs a bounded load. A
+    prefix that everybody sends drowns no worker: another one comes to hold it, too.
     """
     held = ask.matches
     if ask.pushes:
@@ -139,7 +139,7 @@ def _by_hosts(
     *,
     weighs_prompts: bool = True,
 ) -> Iterator[Pair]:
-    """Where pushes between hosts take time: each decode worker with the prefill worker that is best for it.
+    """Pairs each decode worker with its best prefill worker, where pushes between hosts take time.
 
     Costs are in tokens. weighs_prompts: what waits at the prefill worker counts in the order of decode workers, too.
     """

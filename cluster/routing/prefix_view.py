@@ -1,4 +1,4 @@
-"""Which workers hold the KV of a prompt's beginning, as their reports say."""
+"""Finds the workers that hold the KV of a prompt's beginning, by their reports."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -32,7 +32,7 @@ class PromptKeys:
 
 
 class Report(Protocol):
-    """What of a WorkerReport is about prefixes."""
+    """The part of a WorkerReport that is about prefixes."""
 
     whole: bool
     added: bytes
@@ -64,7 +64,7 @@ class PrefixView(Generic[Holder]):
         return len(self._masks)
 
     def apply(self, holder: Holder, report: Report) -> None:
-        """What a worker says to have removed, then added; before a whole report all is void that it said earlier."""
+        """Applies a worker's removed keys, then its added ones. A whole report voids all earlier reports of the worker."""
         if report.whole:
             self.drop(holder)
         masks = self._masks

@@ -1,4 +1,4 @@
-"""What pushes between two hosts add to a prompt, as a gateway process has seen it."""
+"""The seconds that pushes between two hosts add to a prompt, as a gateway process has seen them."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -7,7 +7,7 @@ from types import MappingProxyType
 from tandem.cluster.routing.policy import NO_PUSHES
 
 Hosts = tuple[str, str]
-"""Of the prefill worker and of the decode worker."""
+"""The prefill worker's host, then the decode worker's."""
 
 KEEP = 0.9  # of what was seen before, with each push
 HALF_SECONDS = 60.0  # until an old figure counts half, so that a slow link is tried again

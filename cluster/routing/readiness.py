@@ -1,4 +1,4 @@
-"""Whether requests would be served now, apart from whether the gateway lives."""
+"""Tells whether requests would be served now, apart from whether the gateway lives."""
 
 from tandem.cluster.routing.islands import Islands
 from tandem.workers.config import Role
@@ -20,7 +20,7 @@ class Readiness:
 
     @property
     def reason(self) -> str:
-        """Why it is not ready; empty where it is."""
+        """The reason why the gateway is not ready; empty if it is."""
         if self._draining:
             return "the gateway is draining: it is about to stop"
         if not self._started:

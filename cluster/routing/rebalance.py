@@ -1,4 +1,4 @@
-"""Which decoding requests should go on elsewhere: a pure function of the workers' loads."""
+"""Chooses decoding requests that should go on elsewhere: a pure function of the workers' loads."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class Move(NamedTuple):
 
 
 def moves(workers: Sequence[WorkerLoad], token_seconds: float) -> list[Move]:
-    """At most one for each island whose slowest decoder takes longer for a token than token_seconds.
+    """Returns at most one move for each island whose slowest decoder takes longer than token_seconds for a token.
 
     Requests go to a worker that decodes much faster, or that has nothing to do.
     """

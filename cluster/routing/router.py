@@ -1,4 +1,4 @@
-"""Which prefill and which decode worker serve a request, and when."""
+"""Chooses the prefill and the decode worker that serve a request, and the time."""
 
 import asyncio
 import itertools
@@ -48,7 +48,7 @@ class _Wanted:
 
     @property
     def total_tokens(self) -> int:
-        """That a decode worker keeps."""
+        """The number of tokens that a decode worker keeps."""
         prompt, total = len(self.prompt), len(self.prompt) + self.max_tokens
         sliding = self.prompt.sliding
         return total if sliding is None else min(total, max(prompt, sliding.window))
@@ -70,7 +70,7 @@ class Placement:
 
     @property
     def is_local(self) -> bool:
-        """Whether the decode worker computes the prompt itself."""
+        """True if the decode worker computes the prompt itself."""
         return self.prefill is self.decode
 
 

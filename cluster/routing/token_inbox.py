@@ -40,7 +40,7 @@ class TokenInbox:
         self._came()
 
     def watch(self, answer: asyncio.Future[Any]) -> None:
-        """Where the prefill worker's answer is an error, the decode worker waits in vain."""
+        """Ends the feed if the prefill worker answers with an error: the decode worker would wait in vain."""
         error = None if answer.cancelled() else answer.exception()
         if error is not None:
             self.lose(error)

@@ -88,7 +88,7 @@ class WorkerLink:
         self._watch = WorkerWatch(self._stub, epoch, self._take_report, self._lose_reports)
 
     def watch(self) -> None:
-        """From now on the worker's reports come in, until close()."""
+        """Takes in the worker's reports from now on, until close()."""
         self._watch.start()
 
     def end_watch(self) -> None:
@@ -109,7 +109,7 @@ class WorkerLink:
 
     @property
     def name(self) -> str:
-        """What it is called in errors."""
+        """The worker's name in errors."""
         return f"{self._name} of island {self.key[0]}"
 
     @property
@@ -128,7 +128,7 @@ class WorkerLink:
 
     @property
     def has_prompts(self) -> bool:
-        """Whether this gateway process awaits a first token from the worker."""
+        """True if this gateway process awaits a first token from the worker."""
         return bool(self._prompts)
 
     @property
@@ -143,7 +143,7 @@ class WorkerLink:
         self.placed.prompts.add(num_tokens)
 
     def forget_prompt(self, request_id: str) -> None:
-        """Its first token is there, or will not come. Idempotent."""
+        """Stops counting the prompt: its first token is there, or will not come. Idempotent."""
         self.placed.prompts.add(-self._prompts.pop(request_id, 0))
 
     def pushed_to(self, decode: "WorkerLink", tokens: int, seconds: float) -> None:
@@ -151,9 +151,10 @@ class WorkerLink:
         self._pushes.saw((self._host, decode._host), tokens, seconds)
 
     def worker_load(self) -> WorkerLoad:
-        """What routing policies see, of all the gateway's processes. The newest prompts are not in the report yet.
+        """Returns the load that routing policies see, over all the gateway's processes. The newest prompts are not in
+        the report yet.
 
-        Becomes known_load, unless the worker is avoided: when that ends, nothing tells of it.
+        Becomes known_load, unless the worker is avoided: no event marks the end of that.
         """
         report, reachable = self._report, self.reachable
         load = WorkerLoad(
@@ -316,12 +317,12 @@ def _channel(worker: WorkerAddress, options: list[tuple[str, int]]) -> grpc.aio.
 
 
 def would_park(refused: WorkerFull) -> bool:
-    """Whether running requests would give room up for the request that was refused, if the call allowed it."""
+    """Returns whether running requests would have been parked for the refused request, if the call allowed it."""
     return _says(refused, WOULD_PARK_KEY)
 
 
 def lacks_slot(refused: WorkerFull) -> bool:
-    """Whether the request found no slot for its adapter. Others may have room."""
+    """Returns whether the request found no slot for its adapter. Others may have room."""
     return _says(refused, NO_SLOT_KEY)
 
 

@@ -1,4 +1,4 @@
-"""What one worker reports of itself, for as long as the gateway has a connection to it."""
+"""Watches the reports of one worker, for as long as the gateway has a connection to it."""
 
 import asyncio
 from collections.abc import Callable
@@ -40,7 +40,7 @@ class WorkerWatch:
             self._void()
 
     async def close(self) -> None:
-        """As end(); returns when the stream has ended."""
+        """Ends the watch like end(), and returns when the gRPC stream has ended."""
         self.end()
         if self._task is not None:
             await asyncio.wait((self._task,))

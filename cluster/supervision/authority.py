@@ -26,22 +26,22 @@ class Authority:
         self._certificate = builder.sign(self._key, hashes.SHA256())
 
     def worker(self) -> Identity:
-        """For a server. Nobody can call another worker with it."""
+        """Issues an identity for a server. Nobody can call another worker with it."""
         return self._issue("worker", SERVER_NAME, ExtendedKeyUsageOID.SERVER_AUTH)
 
     def gateway(self) -> Identity:
-        """For callers of workers."""
+        """Issues an identity for callers of workers."""
         return self._issue("gateway", None, ExtendedKeyUsageOID.CLIENT_AUTH)
 
     def pages(self, host: str) -> Endpoint:
-        """For PEs on that host, which connect to each other both ways. Give it of an authority that signs nothing else:
-        callers of workers are of the workers' authority.
-        """
+        """Issues an endpoint for PEs on that host, which connect to each other both ways. Call this on an authority
+        that signs nothing else: otherwise callers of workers could connect, too."""
         issued = self._issue("pages", PAGES_NAME, ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH)
         return Endpoint(host, issued.authority, issued.certificate, issued.key)
 
     def peer(self) -> Identity:
-        """For gateway processes, which call each other both ways. As pages(): of an authority of their own."""
+        """Issues an identity for gateway processes, which call each other both ways. As for pages(), use an authority
+        that signs nothing else."""
         return self._issue("peer", PEER_NAME, ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH)
 
     def _issue(self, name: str, dns_name: str | None, *uses: x509.ObjectIdentifier) -> Identity:

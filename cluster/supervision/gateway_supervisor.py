@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class GatewayShape:
-    """How many processes a host's gateway has, and how many islands they may serve at a time.
+    """The number of a host's gateway processes, and of the islands that they may serve at a time.
 
     num_pages: of each worker. Processes start before it is known, and serve once it is.
     """
@@ -117,12 +117,12 @@ class GatewaySupervisor(Supervisor):
 
     @property
     def table(self) -> GatewayTable:
-        """What the gateway's processes of this host count, read here. Valid from `ready` to the end."""
+        """The counts of this host's gateway processes, read here. Valid from `ready` to the end."""
         assert isinstance(self._share, OwnShare), "the processes share it on this host"
         return self._share.table
 
     def counts(self) -> "Future[HostCounts] | None":
-        """What the host's processes count; None while they are away."""
+        """Returns the counts of the host's processes; None while they are away."""
         share = self._share
         return None if share is None else share.counts()
 
@@ -132,7 +132,7 @@ class GatewaySupervisor(Supervisor):
         self._join_seconds += grace
 
     def retire(self) -> None:
-        """As stop(), where others serve on: they hear that this one is gone, and workers forget its requests."""
+        """Stops a gateway while others serve on: they hear that it is gone, and workers forget its requests."""
         self._retires = True
         self.stop()
 

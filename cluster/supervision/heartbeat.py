@@ -77,7 +77,7 @@ class Heartbeat:
         return "has made no progress"
 
     def excess(self, recovery: RecoverySection) -> str:
-        """Why the process must end; empty while it is within its limits."""
+        """Returns why the process must end; empty while it is within its limits."""
         if self.process.silent_seconds > recovery.cut_off_seconds:
             return (
                 f"its host {self.process.host} was silent for {self.process.silent_seconds:.1f} s "

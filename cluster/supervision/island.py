@@ -68,13 +68,13 @@ class Island:
 
     @property
     def shape(self) -> Shape:
-        """Of the workers that it has now."""
+        """The shape of the workers that the island has now."""
         roles = [worker.role for worker in self._leaders]
         return Shape(roles.count(Role.PREFILL), roles.count(Role.DECODE))
 
     @property
     def addresses(self) -> tuple[WorkerAddress, ...]:
-        """Of the workers that serve; none before form()."""
+        """The addresses of the workers that serve; none before form()."""
         return self._addresses
 
     def launch(self, stop: StopSignal) -> None:
@@ -110,7 +110,7 @@ class Island:
                 self._liveness.results([self.built], math.inf)
 
     def may_replace(self, lost: ProcessEnded) -> bool:
-        """Whether it was a member's end, and not that of one which had replaced another: its place may be why."""
+        """Returns whether the lost process is a member and no replacement, whose place may be the cause."""
         return any(member.name == lost.name for member in self._members) and lost.name not in self._replacements
 
     def replace(self, lost: ProcessEnded) -> None:
@@ -248,7 +248,7 @@ class Island:
 
     @property
     def _ranks(self) -> IslandRanks:
-        """Of the workers that it has now."""
+        """The ranks of the workers that the island has now."""
         return IslandRanks(worker.ranks[worker.pe] if worker.ranks else 1 for worker in self._leaders)
 
     @property
@@ -293,12 +293,12 @@ class Island:
         return self._results([member.call("serve", *self._network.listening(member.host)) for member in members])
 
     def _known(self, worker: WorkerConfig, address: str) -> WorkerAddress:
-        """As the gateway gets it."""
+        """Returns the worker's address as the gateway gets it."""
         return self._network.known(WorkerAddress(worker.role, worker.pe, address, worker.token, epoch=worker.epoch))
 
     def _kept(self, before: "Island") -> list[int | None]:
-        """For each of the processes the number of that of `before` which takes its place: see keep_members(). A worker
-        whose number of ranks would change starts anew."""
+        """Returns for each process the number of the process of `before` that takes its place: see keep_members(). A
+        worker whose number of ranks would change starts anew."""
         now, then = self._ranks, before._ranks
         kept: list[int | None] = []
         roles = [worker.role for worker in before._leaders]
@@ -327,7 +327,7 @@ class Island:
             StopSignal().results([member.call("stop") for member in members], seconds)
 
     def _try(self, role: Role, method: str, *arguments: object) -> bool:
-        """Whether all members of the role succeed in time."""
+        """Calls the method on all members of the role. Returns whether all succeed in time."""
         members = zip(self._workers, self._members, strict=False)
         calls = [member.call(method, *arguments) for worker, member in members if worker.role == role]
         try:

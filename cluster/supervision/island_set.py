@@ -52,17 +52,17 @@ class IslandSet:
 
     @property
     def is_changing(self) -> bool:
-        """Whether their number is."""
+        """True while the number of islands changes."""
         return self._changing.locked()
 
     @property
     def is_reshaping(self) -> bool:
-        """Whether an order for the shape of one is under way or waits."""
+        """True while an order for an island's shape is under way or waits."""
         return any(supervisor.is_reshaping for supervisor in self.all)
 
     @property
     def num_pages(self) -> int:
-        """Of each worker, at least."""
+        """The number of pages that each worker has at least."""
         return min(supervisor.num_pages for supervisor in self.all)
 
     def progress(self) -> Sequence[LoadState]:
@@ -84,7 +84,7 @@ class IslandSet:
         return _refused(InvalidRequest(f"island is {order.island!r}; it must be one of {names}"))
 
     def release(self, prefix: str) -> None:
-        """As Island.release, of all islands; does not wait."""
+        """Calls Island.release on all islands; does not wait."""
         for supervisor in self.all:
             # A stopped worker answers late, and nobody waits for it.
             threading.Thread(target=supervisor.island.release, args=(prefix,), name="release", daemon=True).start()

@@ -50,12 +50,12 @@ class IslandSupervisor(Supervisor):
 
     @property
     def num_pages(self) -> int:
-        """Of each worker, in every epoch; 0 before the first."""
+        """The number of pages of each worker, in every epoch; 0 before the first."""
         return self._num_pages or 0
 
     @property
     def is_reshaping(self) -> bool:
-        """Whether an order is under way or waits. From any thread."""
+        """True while an order is under way or waits. Any thread may ask."""
         return self._reshapes or self._orders.first.done()
 
     def scale(self, order: ScaleOrder) -> Future[ScaleOutcome]:
@@ -122,7 +122,7 @@ class IslandSupervisor(Supervisor):
                 raise
 
     def _replace(self, lost: ProcessEnded) -> None:
-        """Where its peers can go on without the lost worker, another takes its place. Else its loss is raised."""
+        """Replaces the lost worker if its peers can go on without it. Otherwise raises its loss."""
         if not isinstance(self.island, ElasticIsland):
             raise lost
         self._changes(self.island).replace(lost)
@@ -142,7 +142,7 @@ class IslandSupervisor(Supervisor):
         return self._form_anew(shape)
 
     def _form_anew(self, shape: Shape) -> tuple[ScaleOutcome, list[Future[Any]]]:
-        """As _reshape(), through another epoch of all workers."""
+        """Carries out _reshape() through a new epoch of all workers."""
         before, epoch = self.island, self._account.draw()
         after = self._island_of(epoch, shape)
         try:

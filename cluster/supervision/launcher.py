@@ -144,24 +144,24 @@ class Cluster:
 
     @property
     def addresses(self) -> list[GatewayAddresses]:
-        """Of each host's gateway, the launcher's own first. Clients may use any."""
+        """The addresses of each host's gateway, the launcher's own first. Clients may use any."""
         assert self._gateways is not None, "start() comes first"
         return self._gateways.addresses
 
     @property
     def is_supervised(self) -> bool:
-        """Whether a thread looks after each island. While their number changes, and at the end, some may be gone."""
+        """True if a thread looks after each island. While their number changes, and at the end, some may be gone."""
         islands = self._islands
         return islands is None or islands.is_changing or all(one.is_alive for one in islands.all)
 
     @property
     def worker_token(self) -> str:
-        """As Island.worker_token, of the first island."""
+        """The worker token of the first island."""
         assert self._islands is not None, "start() comes first"
         return self._islands.all[0].island.worker_token
 
     def offered(self) -> dict[str, Any]:
-        """What a new cluster that replaces this one must know. The values are JSON's."""
+        """Returns the facts that a new cluster which replaces this one must know. The values are JSON's."""
         assert self._islands is not None, "start() comes first"
         addresses = {"grpc": self.grpc_address, "http": self.http_address, "metrics": self.metrics_address}
         return {
@@ -173,7 +173,7 @@ class Cluster:
         }
 
     def rest(self, rests: bool) -> None:
-        """Whether the scaling policy rests, as it does while a new cluster replaces this one."""
+        """Stops or restarts the scaling policy, which rests while a new cluster replaces this one."""
         if not rests:
             self._start_autoscaler()
         elif self._autoscaler is not None:
@@ -207,7 +207,8 @@ class Cluster:
             log.warning("%d islands of num_islands %d serve: %s", islands.count, wanted, error)
 
     def _room_beside(self, old: Predecessor, most: int) -> int:
-        """For how many islands there is room, `most` at most. Where for none, the old cluster gives up one of its own.
+        """Returns for how many islands there is room, `most` at most. If there is room for none, the old cluster gives
+        up an island.
 
         StartFailed when it has no more to give.
         """
@@ -277,7 +278,7 @@ class Cluster:
         return self._gateways
 
     def _taker(self, islands: IslandSet, settings: GatewaySettings) -> TakeOrder:
-        """What carries orders out. From any thread."""
+        """Returns the function that carries orders out, from any thread."""
         book = AdapterBook(self._config.adapters.max_adapters, settings.adapters)
         adapters = AdapterOrders(book, self._membership.update_adapters)
         self._membership.update_adapters(settings.adapters)

@@ -29,7 +29,7 @@ class Liveness:
             self._heartbeats.append(Heartbeat(member))
 
     def forget(self, members: Sequence[ActorProcess]) -> None:
-        """From now on the members may end."""
+        """Stops watching the members: from now on they may end."""
         self._ends = {end: member for end, member in self._ends.items() if member not in members}
         self._heartbeats = [heartbeat for heartbeat in self._heartbeats if heartbeat.process not in members]
 

@@ -1,4 +1,4 @@
-"""How the gateway reaches workers, and workers each other: over loopback, or between hosts by mutual TLS."""
+"""Connects the gateway to workers, and workers to each other: over loopback, or between hosts by mutual TLS."""
 
 import logging
 import time
@@ -37,24 +37,26 @@ def wait_for_hosts(config: ClusterConfig, processes: Processes) -> None:
 
 
 class Network:
-    """Of one run of one cluster. Certificates are made in memory, and travel to processes as their arguments do."""
+    """The network of one run of one cluster. Certificates are made in memory, and travel to processes with their
+    arguments."""
 
     def __init__(self, config: ClusterConfig, processes: Processes | None = None) -> None:
         """processes: after their start; None is this host."""
         island, hosts = config.island, 1 if processes is None else len(processes.hosts)
         self.spans_hosts = hosts > 1 if island.network == "auto" else island.network == "node"
         self.where = Where(not self.spans_hosts, island.node_resources, island.node_labels, island.span_hosts)
-        """Where islands may go."""
+        """The hosts on which islands may be placed."""
         fitting = processes.hosts_for(self.where) if self.spans_hosts and processes is not None else ()
         self.num_hosts = max(1, len(fitting))
-        """On which they may go now."""
+        """The number of hosts on which islands may be placed now."""
         self.silent_seconds = config.recovery.silent_seconds if self.spans_hosts else 0.0
-        """How long connections may be silent, because a link is down."""
+        """The seconds for which connections may be silent while a link is down."""
         self._worker: Identity | None = None
         self._gateway: Identity | None = None
         self._issue_pages: Callable[[str], Endpoint] | None = None
         self.peers: Identity | None = None
-        """What gateways of several hosts show each other; None where only the launcher's host has one."""
+        """The identity that gateways of several hosts show each other; None if only the launcher's host has a gateway.
+        """
         if self.spans_hosts:
             from tandem.cluster.supervision.authority import Authority  # what it needs takes 0.1 s to import
 
@@ -66,15 +68,15 @@ class Network:
                 self.peers = Authority(f"{config.name} gateways").peer()
 
     def listening(self, host: str) -> tuple[str, Identity | None]:
-        """What a worker on that host listens on, and by which certificate it is known."""
+        """Returns the address on which a worker of that host listens, and the identity by which it is known."""
         return (host if self.spans_hosts else LOOPBACK_HOST), self._worker
 
     def pages(self, host: str) -> Endpoint:
-        """Where a worker on that host listens for those that write into its pages, with a certificate of its own."""
+        """Returns where a worker of that host listens for writers of its pages, with a certificate of its own."""
         if self._issue_pages is None:
             return LOOPBACK
         return replace(self._issue_pages(host), silent_seconds=self.silent_seconds)
 
     def known(self, worker: WorkerAddress) -> WorkerAddress:
-        """With what a gateway shows the worker."""
+        """Adds the identity that a gateway shows the worker."""
         return replace(worker, identity=self._gateway)

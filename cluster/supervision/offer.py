@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class Replaced(Protocol):
-    """What gives way: Cluster."""
+    """The cluster that gives way: Cluster."""
 
     def offered(self) -> dict[str, Any]: ...
     def rest(self, rests: bool) -> None: ...
@@ -124,7 +124,7 @@ class Offer:
                 self._restore(kept)
 
     def _serve(self, line: Line) -> bool:
-        """Whether this cluster ends."""
+        """Answers one new cluster. Returns whether this cluster ends."""
         hello = {"protocol": PROTOCOL, "version": __version__, "pid": os.getpid()} | self._cluster.offered()
         line.send(hello)
         self._cluster.rest(True)

@@ -53,12 +53,12 @@ class Predecessor:
 
     @property
     def words(self) -> str:
-        """Which one it is, for people."""
+        """Names the old cluster for people."""
         return f"pid {self._hello['pid']}, tandem {self._hello['version']}, {self.islands} islands"
 
     @property
     def ports(self) -> frozenset[int]:
-        """On which it listens, and beside it the new one."""
+        """The ports of the old cluster, on which the new one listens next to it."""
         return frozenset(port for port in self._hello["ports"].values() if port)
 
     def with_ports(self, config: ClusterConfig) -> ClusterConfig:

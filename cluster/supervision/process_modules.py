@@ -1,4 +1,4 @@
-"""What the processes of a cluster import: their fork server has it before it forks them."""
+"""The modules that a cluster's processes import. The fork server imports them before it forks."""
 
 from tandem.cluster.config.cluster_config import ClusterConfig
 from tandem.cluster.gateway.settings import READ_BY
@@ -29,6 +29,6 @@ def gateway_modules(has_http: bool) -> tuple[str, ...]:
 
 
 def process_modules(config: ClusterConfig) -> tuple[str, ...]:
-    """Of all processes on the launcher's host."""
+    """Returns the modules of all processes on the launcher's host."""
     has_http = config.gateway.http_port is not None or config.metrics.port is not None
     return GATEWAY, *gateway_modules(has_http), WORKER, *worker_modules(config.island.device)

@@ -46,12 +46,12 @@ def island_name(config: ClusterConfig, number: int) -> str:
 
 
 def max_islands(config: ClusterConfig) -> int:
-    """As configured, or room to grow."""
+    """Returns the configured number, or the default with room to grow."""
     return config.scaling.max_islands or max(config.num_islands, ISLANDS)
 
 
 def is_elastic(config: ClusterConfig) -> bool:
-    """Whether workers of an island come and go while the others serve."""
+    """Returns whether workers of an island come and go while the others serve."""
     return TRANSPORTS[config.island.transport].elastic
 
 
@@ -110,30 +110,32 @@ def worker_configs(
 
 
 def max_sequences(config: ClusterConfig) -> int:
-    """As configured. On a GPU each batch size up to it has a CUDA graph."""
+    """Returns the configured number or the device's default. On a GPU each batch size up to it has a CUDA graph."""
     return config.scheduler.max_sequences or (CPU_SEQUENCES if config.island.device == "cpu" else GPU_SEQUENCES)
 
 
 def gateway_processes(config: ClusterConfig) -> int:
-    """As configured, or by this machine's cores: one process writes what one core can."""
+    """Returns the configured number, or one by this machine's cores: one process writes what one core can."""
     cores = os.cpu_count() or 1
     return config.gateway.processes or max(1, min(MOST_GATEWAYS, cores // CORES_PER_GATEWAY))
 
 
 def stream_messages_per_second(config: ClusterConfig) -> float:
-    """As configured; a CPU has better things to do, and beside a GPU the gateway's own pace is the bound."""
+    """Returns the configured rate. By default a CPU limits it to save its time; next to a GPU the gateway's own pace is
+    the bound."""
     return config.scheduler.stream_messages_per_second or (
         CPU_MESSAGES_PER_SECOND if config.island.device == "cpu" else math.inf
     )
 
 
 def is_adaptive(config: ClusterConfig) -> bool:
-    """Whether any worker may be asked for anything."""
+    """Returns whether any worker may be asked to prefill or decode."""
     return config.scheduler.roles != "split"
 
 
 def token_seconds(config: ClusterConfig) -> float | None:
-    """As configured; on a CPU even a step takes longer than what suits a GPU."""
+    """Returns the configured seconds, or a GPU's default. A CPU has none: even one step takes longer than what suits a
+    GPU."""
     return config.scheduler.token_seconds or (GPU_TOKEN_SECONDS if config.island.device == "cuda" else None)
 
 
@@ -168,7 +170,7 @@ def agreed_pages(config: ClusterConfig, rooms: Sequence[int], max_model_len: int
 
 
 def gateway_settings(config: ClusterConfig, model: ServedModel) -> GatewaySettings:
-    """Of the first gateway process by itself, as it first starts. GatewaySet makes all others from it."""
+    """Returns the settings of the first gateway process, as it first starts. GatewaySet derives all others from them."""
     return GatewaySettings(
         config,
         model,
@@ -184,7 +186,7 @@ def gateway_settings(config: ClusterConfig, model: ServedModel) -> GatewaySettin
 
 
 def start_adapters(section: AdaptersSection) -> AdapterSet:
-    """Those of the configuration. ConfigError for a folder that holds none."""
+    """Returns the configured adapters. ConfigError for a folder that holds none."""
     found = {name: read_folder(name, Path(folder), section.max_rank) for name, folder in section.folders.items()}
     return AdapterSet(1 if found else 0, MappingProxyType(found))
 

@@ -42,7 +42,7 @@ class StopSignal:
         return [call.result() for call in calls]
 
     def answers(self, calls: Sequence[Future[Any]], seconds: float) -> list[Any]:
-        """What those returned that did so within `seconds`; others are left out."""
+        """Returns the results of calls that succeed within `seconds`; others are left out."""
         deadline, pending = time.monotonic() + seconds, set(calls)
         while pending and (left := deadline - time.monotonic()) > 0:
             pending -= self.wait_any(list(pending), left)

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class RestartBudget:
-    """At most max_restarts in any window_seconds."""
+    """Allows at most max_restarts in any window_seconds."""
 
     def __init__(self, max_restarts: int, window_seconds: float) -> None:
         self._max_restarts = max_restarts
@@ -29,7 +29,7 @@ class RestartBudget:
         self.used = 0  # in all
 
     def take(self, now: float) -> bool:
-        """Whether there may be one more restart at `now`, a monotonic time in seconds; it is then counted."""
+        """Returns whether one more restart is allowed at `now`, a monotonic time in seconds, and counts it."""
         while self._times and self._times[0] <= now - self._window_seconds:
             self._times.popleft()
         if len(self._times) >= self._max_restarts:
@@ -70,7 +70,7 @@ class Supervisor(ABC):
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread still runs."""
+        """True if the thread still runs."""
         return self._thread.is_alive()
 
     @abstractmethod

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Scaled(Protocol):
-    """What is made more or less: IslandSet."""
+    """The islands that a policy adds and removes: IslandSet."""
 
     @property
     def count(self) -> int: ...
@@ -37,14 +37,14 @@ class Scaled(Protocol):
 
 @dataclass(frozen=True)
 class IslandRoom:
-    """Where islands of the configured shape find room."""
+    """The room for islands of the configured shape."""
 
     processes: Processes
     config: ClusterConfig
     where: Where
 
     def free(self, most: int) -> int:
-        """For how many more there is room now, `most` at most."""
+        """Returns how many more islands have room now, `most` at most."""
         return self.processes.free_places(most, self.config.island.ranks, gpus=self._gpus, where=self.where)
 
     def ask(self, islands: int) -> None:

@@ -1,4 +1,4 @@
-"""What the gateway's processes have counted of late, read from their table without a question to them."""
+"""Measures recent load by the counts of the gateway's processes. It reads their table and asks no process."""
 
 import math
 import time
@@ -19,7 +19,7 @@ LEAST_VALUES = 10  # fewer in a window say nothing
 
 @dataclass(frozen=True)
 class _Sums:
-    """Of all processes, at a time."""
+    """The sums over all processes at a time."""
 
     at: float
     placed: int
@@ -47,7 +47,7 @@ class LoadMeter:
         self._seen.clear()
 
     def read(self) -> Load:
-        """Of the window, or of the time since the restart where that is shorter."""
+        """Returns the load over the window, or since the restart if that is shorter."""
         now = self._read()
         self._seen.append(now)
         while len(self._seen) > 2 and self._seen[1].at <= now.at - self._seconds:

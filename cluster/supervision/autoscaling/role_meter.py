@@ -1,4 +1,4 @@
-"""What the roles of islands had to do of late, by what gateways have placed on workers. Nobody is asked for it."""
+"""Measures the recent load of islands' roles by what gateways have placed on workers. It asks no process."""
 
 import math
 import time
@@ -15,7 +15,7 @@ from tandem.workers.config import Role
 
 @dataclass(frozen=True)
 class _Seen:
-    """At one time."""
+    """The state of a role at one time."""
 
     queued: float = 0.0  # requests that wait for room
     prompts: float = 0.0  # tokens of prompts that prefill workers have yet to compute
@@ -74,5 +74,5 @@ class RoleMeter:
 
 
 def _waits(there: float, per_second: float) -> float:
-    """How long one of those that are there stays, by Little's law. Where none goes there is no pace to tell by."""
+    """Returns how long a request stays, by Little's law; inf if none leaves, because there is no pace to tell by."""
     return 0.0 if not there else there / per_second if per_second else math.inf

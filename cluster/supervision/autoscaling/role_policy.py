@@ -1,4 +1,5 @@
-"""How many prefill and decode workers islands should have: numbers in, another shape out. Starts and ends nothing."""
+"""Chooses how many prefill and decode workers islands should have: numbers in, another shape out. Starts and ends
+nothing."""
 
 import math
 import time
@@ -17,7 +18,7 @@ OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 
 @dataclass(frozen=True)
 class RoleLoad:
-    """What the roles of all islands have had to do of late. None: too little came to say."""
+    """The recent load of each role over all islands. None: too few requests came to tell."""
 
     queue_seconds: float = 0.0  # how long requests waited for room on decode workers
     prefill_seconds: float = 0.0  # how long prompts took from there until they were computed
@@ -41,7 +42,7 @@ class RoleChange:
 
 
 def pressures(load: RoleLoad, targets: Mapping[str, float], shapes: Sequence[Shape]) -> dict[Role, Pressure]:
-    """How both roles stand. A role that no target is about is left out.
+    """Returns the pressure on both roles. A role without a target is left out.
 
     Requests wait for room because decode workers are too few, unless much of that room waits for prompts of workers
     that are never idle. A late first token is due to what took longer: that wait, or the prompt.
@@ -98,7 +99,7 @@ class RolePolicy:
         self._full_until = -math.inf
 
     def changed(self) -> None:
-        """As Sizing.changed, of any island's shape."""
+        """Reports a change of any island's shape to each Sizing."""
         for sizing in self._sizings.values():
             sizing.changed()
 
@@ -160,7 +161,7 @@ class RolePolicy:
         return None
 
     def _room(self, shape: Shape, role: Role) -> int:
-        """How many more workers of the role it may get."""
+        """Returns how many more workers of the role the island may get."""
         return min(self._most - shape.num_prefill - shape.num_decode, MAX_WORKERS - _count(shape, role))
 
 

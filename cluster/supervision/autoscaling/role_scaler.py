@@ -33,16 +33,16 @@ class RoleScaler:
         self._shapes: dict[str, Shape] = {}  # that islands had when they last served
 
     def changed(self) -> None:
-        """As RolePolicy.changed."""
+        """Reports a change of an island's shape to the policy."""
         self._policy.changed()
         self._meter.restart()
 
     def refused(self) -> None:
-        """As RolePolicy.refused."""
+        """Reports a refused change to the policy."""
         self._policy.refused()
 
     def sees_change(self) -> bool:
-        """Whether an island serves in another shape than the last time, by whatever order."""
+        """Returns whether an island's shape differs from the last look, by whatever order."""
         shapes = {island.name: _shape(island) for island in self._membership.islands if _is_whole(island)}
         changed = any(self._shapes.get(name, shape) != shape for name, shape in shapes.items())
         self._shapes |= shapes

@@ -1,4 +1,4 @@
-"""How many islands a cluster should have: numbers in, a number out. Starts and ends nothing."""
+"""Chooses how many islands a cluster should have: numbers in, a number out. Starts and ends nothing."""
 
 import time
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from tandem.cluster.supervision.autoscaling.sizing import Pressure, Sizing
 
 @dataclass(frozen=True)
 class Load:
-    """What the gateway has seen of late. None: too little came to say."""
+    """The recent load that the gateway has seen. None: too few requests came to tell."""
 
     queue_seconds: float = 0.0  # how long a request that came now would wait for room; 0 where none waits
     first_token_seconds: float | None = None
@@ -22,7 +22,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Decision:
-    """How many islands there should be. why: in words, empty where all may stay as it is."""
+    """The number of islands that the cluster should have. why: in words, empty if nothing changes."""
 
     islands: int
     why: str = ""
@@ -41,7 +41,7 @@ class ScalingPolicy:
         self._sizing = Sizing(section, clock)
 
     def changed(self) -> None:
-        """As Sizing.changed."""
+        """Reports a change to the Sizing."""
         self._sizing.changed()
 
     def desired(self, load: Load, islands: int) -> Decision:

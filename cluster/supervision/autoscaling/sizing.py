@@ -1,4 +1,4 @@
-"""How many of a kind are enough for what they have to do: figures in, a number out. Starts and ends nothing."""
+"""Chooses how many members of a kind are enough for their load: figures in, a number out. Starts and ends nothing."""
 
 import math
 import time
@@ -15,11 +15,11 @@ MOST_GROWTH = 2.0
 
 @dataclass(frozen=True)
 class Pressure:
-    """What those of a kind have to do, and how well they do it.
+    """The load of a kind's members, and how well they bear it.
 
     ratio: the largest part of a target that is used up; above 1 the target is missed. why: that in words. rate: tokens
-    a second that they do. waits: whether a request waits for one of them. at_least: as few as could hold what they
-    hold.
+    a second that they do. waits: whether a request waits for a member. at_least: the fewest members that could hold the
+    present load.
     """
 
     ratio: float
@@ -55,12 +55,12 @@ class Sizing:
 
     @property
     def holds(self) -> bool:
-        """Whether a change has been too lately for another one."""
+        """True if the last change is too recent for another one."""
         return self._clock() < self._hold_until
 
     @property
     def calm_seconds(self) -> float:
-        """For how long fewer have been enough."""
+        """The seconds for which fewer members have been enough."""
         return 0.0 if self._calm_since is None else self._clock() - self._calm_since
 
     def desired(self, pressure: Pressure, count: int, least: int, most: int) -> int:
@@ -84,7 +84,7 @@ class Sizing:
         return count if self.holds else min(most, max(least, count))
 
     def _fewer(self, pressure: Pressure, count: int, least: int) -> int:
-        """How many would do, once that is sure; before, as many as there are."""
+        """Returns the smaller number that is enough, once that is sure; before, `count`."""
         if self._calm_since is None:
             self._peak = 0.0
         self._peak = max(self._peak, pressure.rate)

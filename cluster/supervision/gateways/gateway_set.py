@@ -49,7 +49,7 @@ class GatewaySet:
         failed: Callable[[TandemError], None],
         beside: Set[int] = frozenset(),
     ) -> None:
-        """As GatewaySupervisor. network: after the processes' start."""
+        """Takes the arguments of GatewaySupervisor. network: after the processes' start."""
         section = settings.config.gateway
         self._processes = processes
         security = settings.security
@@ -95,14 +95,15 @@ class GatewaySet:
 
     @property
     def addresses(self) -> list[GatewayAddresses]:
-        """Of those that are there, the launcher's host first. A wildcard stands for the host's own address."""
+        """The addresses of running gateways, the launcher's host first. The host's own address stands in for a
+        wildcard."""
         if not self._moves:
             return [one.addresses for one in self.all]
         return [_at(one.addresses, address) for address, one in self._supervisors.items()]
 
     @property
     def table(self) -> GatewayTable:
-        """What all processes count together. Valid until the end."""
+        """The counts of all processes together. Valid until the end."""
         return self._counts.table if self._moves else self.all[0].table
 
     def stop(self, grace: float, drain_seconds: float | None) -> None:
@@ -140,7 +141,7 @@ class GatewaySet:
         supervisor.start()
 
     def _settings_on(self, address: str, is_here: bool) -> GatewaySettings:
-        """What differs from host to host."""
+        """Returns the settings with the values that differ from host to host."""
         settings, config = self._settings, self._settings.config
         if not is_here:
             gateway = config.gateway.model_copy(update={"host": _host_on(config.gateway.host, address)})
@@ -178,7 +179,7 @@ class GatewaySet:
 
 
 class _Counts:
-    """What all hosts' processes count together, in a row as those of one host have it. Owned by the set's thread."""
+    """The counts of all hosts' processes together, in a row as one host's processes have it. Owned by the set's thread."""
 
     def __init__(self, num_islands: int) -> None:
         self.table = GatewayTable(mmap.mmap(-1, table_bytes(1, num_islands)), 1, num_islands)
@@ -209,7 +210,7 @@ class _Counts:
 
 
 def _host_on(host: str, address: str) -> str:
-    """What a gateway on the host of that address listens on, by what the launcher's listens on."""
+    """Returns the address on which a gateway of another host listens, derived from the launcher's own."""
     return host if host in WILDCARDS or is_loopback(host) else address
 
 

@@ -1,4 +1,4 @@
-"""What the gateway processes of one host share, and who owns it there: the launcher, or a process of that host."""
+"""The ports and the table that one host's gateway processes share. The launcher owns them, or a process of that host."""
 
 import threading
 from abc import ABC, abstractmethod
@@ -44,8 +44,8 @@ class Shared:
 
 @dataclass(frozen=True)
 class HostCounts:
-    """What a host's gateway processes count together. lasting: its LASTING_CELLS. cells: of GatewayTable.placed, those
-    that are not 0. tokens: in each of them."""
+    """The counts of a host's gateway processes together. lasting: its LASTING_CELLS. cells: of GatewayTable.placed,
+    those that are not 0. tokens: in each of them."""
 
     queued: int
     lasting: Int64Array
@@ -54,13 +54,13 @@ class HostCounts:
 
 
 class HostShare(ABC):
-    """Of one host, until close(). Used by the supervisor's thread."""
+    """The share of one host, until close(). Used by the supervisor's thread."""
 
     shared: Shared
 
     @abstractmethod
     def clear(self, process: int, restarts: int) -> None:
-        """As GatewayTable.clear()."""
+        """Clears the process's row, as GatewayTable.clear() does."""
 
     @abstractmethod
     def counts(self) -> "Future[HostCounts]":
@@ -68,7 +68,7 @@ class HostShare(ABC):
 
     @abstractmethod
     def is_there(self) -> bool:
-        """Whether its owner answers."""
+        """True if its owner answers."""
 
     @abstractmethod
     def close(self) -> None:
@@ -129,14 +129,14 @@ class ShareOwner:
         """Returns while the process answers."""
 
     def abandon(self) -> None:
-        """As WorkerActor.abandon: what it owns ends with the process."""
+        """Returns at once: what this actor owns ends with the process. See WorkerActor.abandon."""
 
     def wait(self) -> None:
         self._stopped.wait()
 
 
 class FarShare(HostShare):
-    """Of a ShareOwner on another host."""
+    """The share of another host, which its ShareOwner owns."""
 
     def __init__(self, group: ProcessGroup, shared: Shared) -> None:
         """group: of the owner alone."""

@@ -1,4 +1,4 @@
-"""What is checked of a checkpoint before any process starts: what only its whole configuration and its headers tell."""
+"""Checks a checkpoint's whole configuration and its headers before any process starts."""
 
 from dataclasses import replace
 from pathlib import Path

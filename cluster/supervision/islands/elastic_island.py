@@ -23,8 +23,9 @@ LEAST_PLACES = 8  # each costs a process two rows of its mailbox, and with NIXL 
 
 
 def places(config: ClusterConfig) -> IslandRanks:
-    """How many ranks each place of an elastic island has room for, in one epoch. Its first workers have the first
-    places. The others are vacant, for workers of either role. With a record there are none: its workers stay."""
+    """Returns how many ranks each place of an elastic island has room for, in one epoch. Its first workers have the
+    first places. The others are vacant, for workers of either role. With a record no place is vacant: the workers stay.
+    """
     ranks, most = config.island.ranks, config.scaling.max_workers or 0
     sizes = sorted({config.island.prefill_ranks, config.island.decode_ranks})
     vacant = 0 if config.record.folder is not None else max(LEAST_PLACES, 2 * len(ranks), most) - len(ranks)
@@ -56,16 +57,16 @@ class ElasticIsland(Island):
 
     @property
     def roles(self) -> dict[int, Role]:
-        """Of the workers, by their PEs."""
+        """The roles of the workers, by PE."""
         return {worker.pe: worker.role for worker in self._workers}
 
     @property
     def turns(self) -> bool:
-        """Whether a worker may get another role: a process keeps its rank among as many."""
+        """True if a worker may get another role: a process keeps its rank, so both roles need equal numbers of ranks."""
         return self._size(Role.PREFILL) == self._size(Role.DECODE)
 
     def takes(self, shape: Shape) -> bool:
-        """Whether its workers can be changed to that shape while it serves."""
+        """Returns whether the island's workers can be changed to that shape while it serves."""
         kept = self._config.record.folder is not None  # a record is of workers that stay
         return self.formed and not kept and Counter(map(self._size, shape.roles)) <= Counter(self._places)
 
@@ -75,7 +76,7 @@ class ElasticIsland(Island):
         return next((worker.pe for worker, member in members if member.name == ended.name), None)
 
     def lost_worker(self, lost: ProcessEnded) -> int | None:
-        """As place_of(); None as well where nobody is left to go on."""
+        """Returns the PE of the lost worker as place_of() does, but None if no worker is left to go on."""
         return self.place_of(lost) if self.formed and len(self.roles) > 1 else None
 
     def part(self, pes: Collection[int]) -> None:
@@ -244,7 +245,7 @@ class ElasticIsland(Island):
         self._results(calls)
 
     def _epochs(self, changed: Mapping[int, int]) -> tuple[int, ...]:
-        """Of each place, 0 where it is vacant."""
+        """Returns the epoch of each place, 0 if it is vacant."""
         known = {**{worker.pe: worker.epoch for worker in self._workers}, **changed}
         return tuple(known.get(pe, 0) for pe in range(len(self._places)))
 

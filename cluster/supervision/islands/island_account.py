@@ -1,4 +1,4 @@
-"""What the gateway is told of one island."""
+"""Tells the gateway the state of one island."""
 
 import itertools
 from collections.abc import Collection
@@ -28,8 +28,8 @@ class IslandAccount:
     def tell(
         self, island: Island, *, without: Collection[int] = (), leaving: Collection[int] = (), missing: int = 0
     ) -> list[Future[Any]]:
-        """Which workers serve: those of the island, but for the PEs `without`. The gateway keeps its connections to
-        workers that it knows. The calls under way; see Membership.update."""
+        """Tells the gateway the workers that serve: the island's, but for the PEs `without`. The gateway keeps its
+        connections to workers that it knows. Returns the calls under way; see Membership.update."""
         workers = tuple(address for address in island.addresses if address.pe not in without)
         return self._membership.update(
             self.name, self.epoch, self._budget.used, workers, island.host, leaving=frozenset(leaving), missing=missing

@@ -72,8 +72,8 @@ class WorkerChanges:
                 raise ReshapeFailed(f"a worker was not replaced: {error}") from error
 
     def reshape(self, shape: Shape) -> tuple[ScaleOutcome, list[Future[Any]]]:
-        """As IslandSupervisor's: the outcome, and the calls that update the gateway. ScaleRefused: the island serves on
-        as it was."""
+        """Carries out IslandSupervisor's order: returns the outcome, and the calls that update the gateway.
+        ScaleRefused: the island serves on as it was."""
         before = self._island.roles
         change = plan_change(before, shape, turn=self._island.turns)
         if change.joining:

@@ -102,8 +102,9 @@ class ChatTemplates:
         self.source = "\n".join(sources.values())
 
     def choose(self, tools: object = None, variables: Mapping[str, Any] | None = None) -> ChatTemplate:
-        """As transformers chooses: the template that the variable `chat_template` names, else FOR_TOOLS of a request
-        with tools where there is one, else DEFAULT. ChatTemplateError where it is not there."""
+        """Chooses as transformers does: the template that the variable `chat_template` names, else FOR_TOOLS if the
+        request has tools and there is such a template, else DEFAULT. ChatTemplateError if the chosen template is
+        missing."""
         if not self._named:
             raise ChatTemplateError("the checkpoint has no chat template; send text or token ids")
         chosen = (variables or {}).get(CHOSEN)
@@ -165,7 +166,7 @@ def _object(arguments: str) -> dict[str, Any]:
 
 
 def _before_mark(rendered: str) -> str:
-    """What stands in front of GOES_ON. A template that trims messages has trimmed the mark's last space."""
+    """Returns the text before GOES_ON. A template that trims messages has trimmed the mark's last space."""
     begin = rendered.rfind(GOES_ON.rstrip())
     if begin < 0:
         raise ChatTemplateError("the chat template does not show the last message, so that none can continue it")
@@ -221,7 +222,7 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Not jinja's own filter, which escapes HTML."""
+    """Replaces jinja's own filter, which escapes HTML."""
     if isinstance(indent, int) and indent > MAX_INDENT:
         raise SecurityError(f"indent of tojson is {indent}; at most {MAX_INDENT} is accepted")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -35,8 +35,8 @@ def take_encoder_prompt(message: inference_pb2.GenerateRequest, *, has_encoder: 
 
 
 def decoder_prompt(message: inference_pb2.GenerateRequest, tokenizer: Tokenizer | None, start: int) -> Int64Array:
-    """What the decoder begins with, int64 [n]: `start`, and decoder_prompt behind it, or that alone where it begins so.
-    Its text gets no special tokens. Raises InvalidHalf."""
+    """Returns the ids that the decoder begins with, int64 [n]: `start` and then decoder_prompt, or decoder_prompt alone
+    if it begins with `start`. Its text gets no special tokens. Raises InvalidHalf."""
     prompt = message.decoder_prompt
     kind, ids = prompt.WhichOneof("input"), np.empty(0, np.int64)
     if kind == "token_ids":

@@ -41,7 +41,7 @@ class StopStringMatcher:
         return held
 
     def _find(self, stop: str, text: str) -> int:
-        """Where the first one begins that ends behind what has passed; -1 for none."""
+        """Returns where the first stop string begins that ends beyond the passed text; -1 if there is none."""
         return text.find(stop, max(0, self._passed + 1 - len(stop)))
 
     def _count_held(self, text: str) -> int:

@@ -1,10 +1,10 @@
-"""Where tokens begin in the text that they make."""
+"""Finds where tokens begin in their text."""
 
 from tandem.cluster.text.tokenizer import REPLACEMENT, Tokenizer
 
 
 class TokenOffsets:
-    """Of one text, whose tokens come in order. Tokens of one character all begin where it begins."""
+    """The offsets of one text's tokens, which come in order. Tokens of one character all begin where it begins."""
 
     def __init__(
         self,

@@ -73,7 +73,7 @@ class Tokenizer:
         return self._inner.get_vocab_size()
 
     def agrees(self, other: "Tokenizer") -> bool:
-        """Whether both give each id the same text, so that the ids of one can be sent to the other's model."""
+        """Returns whether both give each id the same text, so that the ids of one can be sent to the other's model."""
         return self._inner.get_vocab() == other._inner.get_vocab()
 
     @property
@@ -93,8 +93,8 @@ class Tokenizer:
     def encode_all(
         self, texts: Sequence[str], *, add_special_tokens: bool = True, most: int | None = None
     ) -> list[list[int]]:
-        """As encode(), of each text. most: of a longer one the first tokens are kept, and its special tokens behind
-        and before them, as sentence-transformers keeps them."""
+        """Encodes each text as encode() does. most: of a longer text the first tokens are kept, and the special tokens
+        around them, as in sentence-transformers."""
         inner = self._inner
         try:
             if most is None:
@@ -149,7 +149,7 @@ class Tokenizer:
 
 
 def _failed(error: BaseException) -> BaseException:
-    """What the library raised, as our error."""
+    """Turns an exception of the tokenizers library into an error of this package."""
     if isinstance(error, Exception) or type(error).__name__ == PANIC:
         return TokenizerFailed(f"the tokenizer fails on this text: {error!s:.{MOST_SAID}}")
     return error

@@ -1,1 +1,1 @@
-"""What a model's text says: reasoning, content and tool calls, as its chat template has them."""
+"""Parsers of a model's text: they find reasoning, content and tool calls, in the form of its chat template."""

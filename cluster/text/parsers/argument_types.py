@@ -1,4 +1,4 @@
-"""What type an argument has that a model wrote as bare text, by the JSON schema of its tool's parameters."""
+"""Finds the type of an argument that a model wrote as bare text, by the JSON schema of its tool's parameters."""
 
 import ast
 import json
@@ -100,7 +100,7 @@ def _alike(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Iterator[Mappi
 
 
 def _referred(reference: str, root: Mapping[str, Any]) -> Any:
-    """What a reference within the schema means; None for nothing."""
+    """Returns the value that a reference within the schema points to; None if there is none."""
     if not reference.startswith("#"):
         return None
     found: Any = root

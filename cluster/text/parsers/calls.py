@@ -1,4 +1,4 @@
-"""What all formats of tool calls have in common: the begin of a call, its end, and text that turns out to be none."""
+"""The common parts of all formats of tool calls: the begin of a call, its end, and text that turns out to be no call."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -48,8 +48,8 @@ def end_call(source: Source, parts: ParsedParts) -> None:
 
 
 def attempt(source: Source, parts: ParsedParts, mark: str, call: Waiting[None], otherwise: Sink) -> Waiting[bool]:
-    """Whether a call could be read behind the mark. What was no part of one goes to `otherwise`, with the mark where
-    there was none at all. A call that breaks off has the arguments that came."""
+    """Returns whether a call could be read after the mark. Text that was no part of a call goes to `otherwise`, with
+    the mark if there was no call at all. A call that breaks off has the arguments that came."""
     source.remember()
     before = parts.num_calls
     try:
@@ -87,7 +87,7 @@ def text_before(source: Source, mark: str) -> Waiting[str]:
 
 
 def is_object(text: str) -> bool:
-    """Whether it is the text of a JSON object."""
+    """Returns whether the text is a JSON object."""
     try:
         return isinstance(json.loads(text), dict)
     except (ValueError, RecursionError):

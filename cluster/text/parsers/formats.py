@@ -1,4 +1,4 @@
-"""Which formats a checkpoint's answers have: what its configuration says, else what its chat template shows."""
+"""Chooses the formats of a checkpoint's answers: by its configuration, else by its chat template."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ LEAST_THINKING = 64  # of max_tokens; with fewer an output that follows a guide 
 
 
 class Left(Enum):
-    """Where a prompt leaves the model's reasoning."""
+    """The state in which a prompt leaves the model's reasoning."""
 
     OPEN = "the prompt ends in the first of the tags"
     OVER = "the prompt ends in the last of the tags, or within the answer"
@@ -44,7 +44,7 @@ class Left(Enum):
 
 @dataclass(frozen=True)
 class Format:
-    """What one checkpoint's answers look like."""
+    """The format of one checkpoint's answers."""
 
     tools: ToolFormat | None = None
     tags: ThinkTags | None = None
@@ -68,11 +68,11 @@ class OutputFormats:
 
     @property
     def takes_tools(self) -> bool:
-        """Whether a model that is free to call a tool or not can be understood."""
+        """True if the answers of a model that may call a tool can be parsed."""
         return self._format.speaks_harmony or self._format.tools is not None
 
     def needs_special_tokens(self, calls: Calls | None) -> bool:
-        """Whether texts must keep the special tokens in them, for some are marks."""
+        """Returns whether texts must keep the special tokens in them, because some are marks."""
         if calls is not None and calls.forced:
             return any(mark in self._special for mark in self._tags())
         return self._marked and self._parses(calls)
@@ -90,7 +90,8 @@ class OutputFormats:
         )
 
     def reasoning(self, chat: inference_pb2.Chat, variables: Mapping[str, Any], *, begins: bool) -> Left:
-        """Where the prompt of a chat leaves it. begins: it ends in the begin of an answer, else in its last message."""
+        """Returns the state in which a chat's prompt leaves the reasoning. begins: the prompt ends where an answer
+        begins, else in its last message."""
         tags, tokenizer = self._format.tags, self._tokenizer
         if tags is None or tokenizer is None:
             return Left.OVER
@@ -154,5 +155,5 @@ def _left(
 
 
 def _texts(guided: inference_pb2.Guided) -> Sequence[str]:
-    """Those of a guide that may say how the model thinks: a schema does not."""
+    """Returns the guide's texts that may contain the model's tags for reasoning. A schema has none."""
     return (guided.regex, guided.grammar, *guided.choice.texts)

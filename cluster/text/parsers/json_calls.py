@@ -101,7 +101,7 @@ def _arguments(source: Source, parts: ParsedParts, name: str) -> Waiting[None]:
 
 
 def _kept_arguments(source: Source) -> Waiting[str]:
-    """As _arguments(), where the name is still to come."""
+    """Reads arguments as _arguments() does, but keeps them, because the name is still to come."""
     yield from source.spaces()
     if (yield from source.peek()) == '"':
         text = (yield from source.string()) or "{}"

@@ -16,7 +16,7 @@ from tandem.cluster.text.parsers.tool_formats import NO_CALLS, ToolFormat, answe
 
 @dataclass(frozen=True)
 class Calls:
-    """What a request says of tool calls. schemas: of the parameters, by the tool's name."""
+    """The tool calls that a request allows. schemas: of the parameters, by the tool's name."""
 
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: MappingProxyType({}))
     required: bool = False  # the output is guided to be a JSON list of calls
@@ -30,7 +30,7 @@ class Calls:
 
 
 class OutputParser:
-    """Of one answer. The parts that it returns do not depend on how the text is cut."""
+    """Parses one answer. The parts that it returns do not depend on how the text is cut."""
 
     def __init__(
         self,

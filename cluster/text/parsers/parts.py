@@ -10,14 +10,14 @@ ALPHABET = string.ascii_letters + string.digits
 
 @dataclass(frozen=True)
 class Reasoning:
-    """What the model thinks before it answers."""
+    """A piece of the text in which the model thinks before it answers."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class Content:
-    """What the model answers."""
+    """A piece of the model's answer."""
 
     text: str
 
@@ -47,7 +47,7 @@ def _kind(part: ParsedPart) -> tuple[str, int]:
 
 
 class Spaces:
-    """Those at the end of a text that comes in pieces."""
+    """Holds back the spaces at the end of a text that comes in pieces."""
 
     def __init__(self) -> None:
         self._held: list[str] = []  # there may be very many
@@ -94,7 +94,7 @@ class ParsedParts:
             self._parts.append(Content(kept))
 
     def drop_spaces(self) -> None:
-        """Those that wait for more content are none."""
+        """Drops the spaces that wait for more content."""
         self._spaces.take()
 
     def call(self, name: str) -> None:
@@ -123,7 +123,7 @@ class ParsedParts:
             self._parts.append(Content(spaces))
 
     def take(self) -> list[ParsedPart]:
-        """What came since the last call. No two neighbours are of one kind, but for calls."""
+        """Returns the parts since the last call. No two neighbours are of one kind, but for calls."""
         found, self._parts = self._parts, []
         parts: list[ParsedPart] = []
         for _, alike in groupby(found, key=_kind):

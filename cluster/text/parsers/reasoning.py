@@ -1,4 +1,4 @@
-"""How models write what they think before they answer."""
+"""Formats in which models write their thoughts before they answer."""
 
 import re
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
 
 @dataclass(frozen=True)
 class ThinkTags:
-    """What stands around the reasoning, at the begin of an answer. The prompt may have the first of them."""
+    """The tags around the reasoning, at the begin of an answer. The prompt may have the first of them."""
 
     begin: str
     end: str
@@ -27,7 +27,7 @@ class ThinkTags:
 TAGS: Mapping[str, ThinkTags] = MappingProxyType(
     {"think": ThinkTags("<think>", "</think>"), "mistral": ThinkTags("[THINK]", "[/THINK]")}
 )
-"""By the names that gateway.reasoning_parser takes; so is HARMONY."""
+"""Tags by the names that gateway.reasoning_parser accepts. It accepts HARMONY, too."""
 
 HARMONY = "harmony"
 

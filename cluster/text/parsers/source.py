@@ -27,7 +27,7 @@ def nowhere(text: str) -> None:
 
 
 class Source:
-    """What has come and has not been read. Owned by one parser."""
+    """The text that has come and has not been read. Owned by one parser."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -42,11 +42,11 @@ class Source:
         self._offset = 0
 
     def remember(self) -> None:
-        """From here on what is read is kept for forget()."""
+        """Starts keeping what is read, for forget()."""
         self._since = []
 
     def forget(self) -> str:
-        """What was read since remember()."""
+        """Returns the text that was read since remember()."""
         kept, self._since = "".join(self._since or ()), None
         return kept
 
@@ -95,7 +95,8 @@ class Source:
         return mark
 
     def ends(self, *marks: str) -> bool:
-        """Whether the text ends here, or in the begin of a mark, which is read. Behind sees() or peek()."""
+        """Returns whether the text ends here, or in the begin of a mark, which is then read. Call it after sees() or
+        peek()."""
         rest = self._text[self._offset : self._offset + max(map(len, marks), default=1)]
         ends = self.ended and (not rest or any(mark.startswith(rest) for mark in marks))
         self._read(len(rest) if ends else 0)
@@ -193,7 +194,7 @@ class Source:
 
     @property
     def _is_there(self) -> bool:
-        """Whether there is text that has not been read."""
+        """Returns whether there is text that has not been read."""
         return self._offset < len(self._text)
 
     def _read(self, count: int) -> str:

@@ -1,7 +1,7 @@
-"""How models write tool calls: where one begins, and what reads it, for each format.
+"""Formats in which models write tool calls: the begin of a call, and its parser, for each format.
 
-A parser is a generator over a Source, which gives what it finds to ParsedParts. A call is one of a tool that the
-request offers, and its arguments are a JSON object. Text that turns out to be no call is content.
+A parser is a generator over a Source, which gives what it finds to ParsedParts. A call names a tool that the request
+offers, and its arguments are a JSON object. Text that turns out to be no call is content.
 """
 
 from collections.abc import Callable, Mapping
@@ -75,7 +75,7 @@ def _no_call(source: Source, parts: ParsedParts, schemas: Schemas, mark: str) ->
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How one kind of model writes calls."""
+    """The format in which one kind of model writes calls."""
 
     openers: tuple[str, ...] = ()  # texts that begin a call, wherever they stand
     call: CallParser = _no_call  # reads it
@@ -103,7 +103,7 @@ FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
         "pythonic": ToolFormat(start=pythonic),
     }
 )
-"""By the names that gateway.tool_parser takes."""
+"""Formats by the names that gateway.tool_parser accepts."""
 
 
 def answer(

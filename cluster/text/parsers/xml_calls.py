@@ -20,7 +20,7 @@ KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</ar
 
 
 class _Arguments:
-    """Those of one call."""
+    """The arguments of one call."""
 
     def __init__(self, parameters: Any) -> None:
         self._parameters = parameters

@@ -124,7 +124,7 @@ def _streaming(rows: list[DemoRequest]) -> Table:
 
 
 def _acceptance(usages: Sequence[Usage]) -> str:
-    """What speculation did: an accepted token is one that no step of its own computed."""
+    """Reports how drafts were accepted: an accepted token is one that no step of its own computed."""
     drafted, accepted = (sum(getattr(one, f"{name}_tokens") for one in usages) for name in ("drafted", "accepted"))
     steps = sum(one.output_tokens - 1 for one in usages) - accepted
     each = (steps + accepted) / max(steps, 1)

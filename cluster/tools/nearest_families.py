@@ -1,4 +1,5 @@
-"""Which served families a model is most like, by what its config.json says of its layers and not by its name."""
+"""Finds the served families that are nearest to a model, by the layers that its config.json describes and not by its
+name."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ class Family(NamedTuple):
 
 
 def families() -> list[Family]:
-    """Those that are served."""
+    """Returns the served families."""
     found = []
     for name, fields in ARCHITECTURES.items():
         values = {**fields, **(HALF | HALVES[name] if name in HALVES else {})}
@@ -55,7 +56,7 @@ def nearest_families(values: Mapping[str, Any]) -> str:
 
 
 def _distance(has: frozenset[str], values: Mapping[str, Any], family: Family) -> tuple[int, int]:
-    """By features; where several are equally near, by fields that both have."""
+    """Returns the distance by features, then by fields that both have, which decides between equally near families."""
     apart = sum(1 if feature in MINOR else 2 for feature in has ^ family.has)
     return apart, -len(family.fields & set(values))
 

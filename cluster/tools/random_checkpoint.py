@@ -129,7 +129,7 @@ def _fill(config: ModelConfig, places: Mapping[str, Tensor], generator: torch.Ge
 
 
 def begins_word(tokenizer: Tokenizer, token: int) -> bool:
-    """Whether the token begins a word, so that any sequence of such tokens can be read."""
+    """Returns whether the token begins a word, so that any sequence of such tokens can be read."""
     text = tokenizer.decode([token])
     return text.startswith(" ") and text[1:].isalpha()
 

@@ -14,7 +14,7 @@ FOLDER = Path("tests", "benchmarks")
 
 
 def load_benchmarks() -> ModuleType:
-    """What runs the benchmarks of the checkout around the current folder. Raises UsageError outside of one."""
+    """Imports the benchmarks of the checkout around the current folder. Raises UsageError outside of a checkout."""
     sys.path.insert(0, str(_checkout(Path.cwd())))
     return importlib.import_module("tests.benchmarks.bench.run")
 

@@ -123,7 +123,7 @@ class _Connection(asyncio.Protocol):
             self._fail(Refused(f"no HTTP: {error}"))
 
     def _take(self, event: object) -> bool:
-        """Whether there may be more."""
+        """Takes in an event. Returns whether there may be more."""
         if isinstance(event, h11.Response):
             self._status = event.status_code
         elif isinstance(event, h11.Data):

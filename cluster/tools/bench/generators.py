@@ -32,7 +32,7 @@ STOP = b"stop\n"
 
 @dataclass(frozen=True)
 class Order:
-    """What one child is to do."""
+    """The order for one child process."""
 
     part: LoadPart
     target: TargetSpec
@@ -128,7 +128,8 @@ class Generators:
 
 
 async def run_part(order: Order, tell: Tell) -> PartOutcome:
-    """In this process, which may open as many files as the system lets it: each HTTP request takes one."""
+    """Runs a part of the load in this process. It opens as many files as the system lets it: each HTTP request takes
+    one."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     async with aclosing(open_target(order.target)) as target:

@@ -1,4 +1,4 @@
-"""How long prompts and outputs are."""
+"""Distributions of the lengths of prompts and outputs."""
 
 from dataclasses import dataclass
 from typing import Self

@@ -52,7 +52,7 @@ class LoadPart:
 
 @dataclass(frozen=True)
 class Window:
-    """What came while measured requests arrived, of all requests: the rates that the server kept up.
+    """The figures of all requests while measured requests arrived: the rates that the server kept up.
 
     requests: that ended. seconds: its length.
     """

@@ -28,9 +28,9 @@ Numbers = dict[str, Any]
 
 
 def numbers_of(timelines: Sequence[Timeline], slo: Slo, overdue: int = 0) -> Numbers:
-    """Of the measured requests of one load; those that failed count in `failed` and miss the SLO.
+    """Returns the numbers of one load's measured requests; failed ones count in `failed` and miss the SLO.
 
-    overdue: how many more missed it, of a load that was stopped.
+    overdue: the number of further misses, for a load that was stopped.
     """
     done = [each for each in timelines if each.error is None]
     begin = min((each.sent for each in timelines), default=0.0)
@@ -88,7 +88,7 @@ def _per(count: float, whole: float) -> float:
 
 
 def warnings_of(numbers: Numbers) -> list[str]:
-    """What makes a reader doubt the numbers of a load."""
+    """Returns the reasons to doubt a load's numbers."""
     warnings = []
     if numbers["p99_late_ms"] > LATE_MS:
         late = f"{numbers['p99_late_ms']:.1f} ms at p99"

@@ -9,7 +9,7 @@ from tandem.cluster.tools.bench.lengths import Lengths
 
 @dataclass(frozen=True)
 class Slo:
-    """What a request must keep, on both sides, and the fraction of requests that must.
+    """The limits that a request must keep, on both sides, and the fraction of requests that must.
 
     ttft_ms: from the call to the first token. gap_ms: p90 of the request's gaps between messages with tokens.
     """

@@ -35,7 +35,7 @@ class RoundRobin:
         self._turns = itertools.cycle(targets)
 
     async def served(self) -> Served:
-        """What all of them can serve. Raises Refused where they serve different models."""
+        """Returns what all servers can serve. Raises Refused if they serve different models."""
         all_served = [await target.served() for target in self._targets]
         if len(models := {each.model for each in all_served}) > 1:
             raise Refused(f"the servers have different models, {sorted(models)}; give --model-name")

@@ -72,7 +72,7 @@ class OpenAiTarget:
 
 
 class _Answer:
-    """What the events of one stream say of the request."""
+    """Collects what the events of one stream say about the request."""
 
     def __init__(self, running: Running, *, needs_ids: bool) -> None:
         self._running = running

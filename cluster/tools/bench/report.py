@@ -1,4 +1,4 @@
-"""What `tandem bench serve` shows and writes: a table, JSON and a picture."""
+"""Output of `tandem bench serve`: a table, JSON and a picture."""
 
 import json
 import sys

@@ -24,14 +24,14 @@ LEAST_BUDGETED_SECONDS = 4.0  # the same, where the budget is small
 SLACK_SECONDS = 5.0  # what a request may take longer than the SLO has it, before a sweep's trial counts it as failed
 
 Run = Callable[[Load, int | None], Awaitable[PartOutcome]]
-"""As Generators.run."""
+"""Generators.run."""
 
 Show = Callable[[Numbers], None]
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a sweep found: goodput, in requests a second, and the lowest rate that missed the SLO.
+    """The result of a sweep: goodput, in requests a second, and the lowest rate that missed the SLO.
 
     arrivals: of the smallest trial that both rest on. complete: whether the budget was enough.
     """
@@ -43,9 +43,10 @@ class Found:
 
     @property
     def precision(self) -> float | None:
-        """Of the goodput, as a part of it: the bracket's width, or what the number of arrivals allows if that is more.
+        """The goodput's precision as a fraction: the bracket's width, or what the number of arrivals allows if that is
+        more.
 
-        None where no rate missed the SLO, or none kept it.
+        None if no rate missed the SLO, or none kept it.
         """
         if not self.goodput or self.missed_at is None:
             return None
@@ -105,7 +106,7 @@ class Bench:
 
     @property
     def _slo_seconds(self) -> float:
-        """What the slowest request takes that keeps the SLO, about."""
+        """Returns about how long the slowest request takes that keeps the SLO."""
         one = (self.slo.ttft_ms + self.slo.gap_ms * self.workload.longest_output) / 1e3
         return self.workload.turns * (one + self.workload.pause)
 
@@ -156,7 +157,7 @@ class Bench:
 
 @dataclass(frozen=True)
 class Result:
-    """What a command found. described: the load, in words and numbers."""
+    """The result of a command. described: the load, in words and numbers."""
 
     described: dict[str, Any]
     runs: list[Numbers]

@@ -48,11 +48,11 @@ Session = tuple[Turn, ...]
 
 
 class Sessions(Protocol):
-    """Where requests come from."""
+    """The source of requests."""
 
     @property
     def turns(self) -> int:
-        """Of each session."""
+        """The number of turns in each session."""
         ...
 
     def session(self, index: int) -> Session:

@@ -1,4 +1,4 @@
-"""What `tandem bench serve` is asked for, and what follows from it."""
+"""The options of `tandem bench serve`, and the settings that follow from them."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ BUDGET_SECONDS, EMBEDDED_BUDGET_SECONDS = 420.0, 75.0
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How loads are made. seconds: of measured arrivals; requests: how many instead, when given.
+    """Options of loads. seconds: of measured arrivals; requests: how many instead, when given.
 
-    warm_up_seconds: of arrivals before them; tail_seconds: of those behind them, at the longest.
+    warm_up_seconds: of arrivals before them; tail_seconds: of arrivals after them, at the longest.
     """
 
     seconds: float = 30.0
@@ -99,7 +99,7 @@ class Settings:
 
     @property
     def start_rate(self) -> float:
-        """Of a sweep."""
+        """The rate at which a sweep starts."""
         return self.rates[0] if self.rates else self._mix.rate
 
     @property
@@ -127,7 +127,7 @@ class Settings:
         )
 
     def described(self, served: Served) -> dict[str, Any]:
-        """What a reader of the results must know, by vLLM's names where it has them."""
+        """Returns the facts that a reader of the results must know, by vLLM's names where it has them."""
         workload = self.workload(served)
         return {
             "backend": "openai" if self.target.urls else "tandem",

@@ -16,7 +16,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Served:
-    """What a server says of itself; None where it does not say so."""
+    """The limits that a server reports; None where it reports none."""
 
     model: str
     vocab_size: int | None

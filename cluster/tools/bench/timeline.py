@@ -44,12 +44,12 @@ class Running:
         self.arrivals.append(time.perf_counter())
 
     def tokens_within(self, begin: float, end: float) -> float:
-        """How many came in that time, as evenly over messages as their number in all."""
+        """Returns how many tokens came in that time, if all messages carry equally many."""
         there = bisect_left(self.arrivals, end) - bisect_left(self.arrivals, begin)
         return there * max(1.0, self.output_tokens / len(self.arrivals)) if there else 0.0
 
     def overdue(self, now: float, slo: Slo) -> bool:
-        """Whether the first token is already too late."""
+        """Returns whether the first token is already too late."""
         return bool(self.sent) and not self.arrivals and (now - self.sent) * 1e3 > slo.ttft_ms
 
 

@@ -42,7 +42,8 @@ class ServerSecurity:
         return None if self.token_file is None else read_token(Path(self.token_file), "security.token_file")
 
     def tls(self, protocol: str) -> ssl.SSLContext | None:
-        """For a server of that protocol (ALPN). None without TLS. ConfigError as check()."""
+        """Makes the TLS context of a server that speaks `protocol` (ALPN). None without TLS. Raises ConfigError as
+        check() does."""
         if self.tls_cert is None or self.tls_key is None:
             return None
         _read_pair("security.", self.tls_key, self.tls_cert)

@@ -68,8 +68,7 @@ AS_JSON: Mapping[str, tuple[type, Callable[[Any], object], str]] = MappingProxyT
 
 
 class PromptOptions(TypedDict, total=False):
-    """What becomes of a prompt. The last four are of chats only. encoder_prompt stands in the place of prompt, which is
-    None then."""
+    """Options of a prompt. The last four apply to chats only. With encoder_prompt set, prompt is None."""
 
     add_special_tokens: bool
     truncate_prompt_tokens: int

@@ -13,7 +13,7 @@ MAX_WORKERS = 256  # of one role, as the configuration has it
 
 @dataclass(frozen=True)
 class Shape:
-    """How many workers of each role an island has; PEs count prefill workers first."""
+    """The number of workers of each role in an island; PEs count prefill workers first."""
 
     num_prefill: int
     num_decode: int
@@ -35,7 +35,7 @@ class ScaleOrder:
 
     @property
     def words(self) -> str:
-        """What it asks of an island."""
+        """Returns the order in words, such as "num_prefill is 2"."""
         asked = {"num_prefill": self.num_prefill, "num_decode": self.num_decode}
         return " and ".join(f"{name} is {number}" for name, number in asked.items() if number is not None)
 
@@ -48,9 +48,9 @@ class ScaleOrder:
 
 @dataclass(frozen=True)
 class ScaleOutcome:
-    """What came of an order, with the numbers of processes that were kept, started and ended.
+    """The result of an order: the numbers of processes that were kept, started and ended.
 
-    Of an order for islands these numbers are islands, and there is a num_islands.
+    For an order of islands these numbers count islands, and num_islands is set.
     """
 
     island: str
@@ -65,7 +65,7 @@ class ScaleOutcome:
 
 @dataclass(frozen=True)
 class ScalingState:
-    """What the scaling policy is about. waits_for: in words, empty where it has what it wants."""
+    """The state of the scaling policy. waits_for: in words, empty if the policy has the islands that it wants."""
 
     min_islands: int
     max_islands: int
@@ -74,7 +74,7 @@ class ScalingState:
 
 
 def keep_members(before: Sequence[Role], after: Sequence[Role], *, turn: bool = True) -> list[int | None]:
-    """For each PE of the next epoch the PE of this one whose process takes it; None for a new process.
+    """Returns for each PE of the next epoch the PE of this epoch whose process takes it; None for a new process.
 
     As many processes as possible keep their role. turn: as many as possible of the others change it.
     """
@@ -86,7 +86,7 @@ def keep_members(before: Sequence[Role], after: Sequence[Role], *, turn: bool = 
 
 @dataclass(frozen=True)
 class WorkerChange:
-    """What brings an island to another shape while its other workers serve."""
+    """The changes that bring an island to another shape while its other workers serve."""
 
     joining: tuple[Role, ...]
     turning: Mapping[int, Role]  # workers, by their PEs, that get this role

@@ -9,7 +9,8 @@ from tandem.cluster.requests.model_limits import ModelLimits
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What the launcher finds in the checkpoint and in the workers' pools. Gateways get it, and need no torch."""
+    """The facts that the launcher finds in the checkpoint and in the workers' pools. Gateways get it, and need no
+    torch."""
 
     architecture: str
     dtype: str  # of weights and activations, by torch's name
@@ -21,7 +22,7 @@ class ServedModel:
 
     @property
     def num_pages(self) -> int:
-        """Of each worker's pool."""
+        """The number of pages in each worker's pool."""
         return self.limits.pool_tokens // self.limits.page_size
 
     def with_pages(self, num_pages: int) -> "ServedModel":

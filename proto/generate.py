@@ -70,8 +70,8 @@ def sampling_module(descriptors: FileDescriptorSet) -> str:
 
 
 def python_type(field: FieldDescriptor) -> str:
-    """What callers may give for it. A message is a mapping, or a list where it has nothing else; one text stands for a
-    list of it."""
+    """Returns the type of the value that callers may give for a field. A message is a mapping, or a list where it has
+    nothing else; one text stands for a list of it."""
     message = field.message_type
     if message is None:
         kind = PYTHON[field.cpp_type]

@@ -1,4 +1,4 @@
-"""What a folder says of its LoRA adapter before any worker has read it."""
+"""Checks of a LoRA adapter's folder that need no worker."""
 
 from pathlib import Path
 

@@ -34,8 +34,8 @@ class ServedNames:
         return (*self.model, *self._adapters.by_name)
 
     def adapter(self, asked: str | None) -> Adapter | None:
-        """What a request's model stands for; None for the served model. UnknownModel for a name of neither, Unavailable
-        while that may change."""
+        """Returns the adapter that a request's model names, or None for the served model. UnknownModel for any other
+        name; Unavailable while that name may still arrive."""
         if not asked or asked in self.model:
             return None
         adapter = self._adapters.by_name.get(asked)

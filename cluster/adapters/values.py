@@ -19,7 +19,7 @@ def check_name(name: str) -> str:
 
 @dataclass(frozen=True)
 class Adapter:
-    """What a name stands for. path: of the PEFT folder, as each worker's host has it."""
+    """A served LoRA adapter. path: its PEFT folder, as each worker's host has it."""
 
     name: str
     path: str
@@ -39,7 +39,7 @@ class AdapterSet:
         return _thawed, (self.version, dict(self.by_name))  # it travels between processes
 
     def has_digest(self, digest: bytes) -> bool:
-        """Whether some name stands for these weights."""
+        """Returns whether some name stands for these weights."""
         return any(one.digest == digest for one in self.by_name.values())
 
 

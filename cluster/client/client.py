@@ -139,7 +139,7 @@ class _Connection(ABC, Generic[UpdatesT, ModelT, ClusterT, ScaledT, MetricsT, Tr
         return self._ask(lambda one: one.inference.GetClusterInfo, inference_pb2.GetClusterInfoRequest(), timeout)
 
     def metrics(self, timeout: float = INFO_SECONDS) -> MetricsT:
-        """What /metrics says, in Prometheus' text format."""
+        """Returns the text of /metrics, in Prometheus' format."""
         return self._ask(lambda one: one.admin.GetMetrics, admin_pb2.GetMetricsRequest(), timeout)
 
     def trace(self, request_id: str, timeout: float = INFO_SECONDS) -> TraceT:
@@ -288,7 +288,7 @@ class AsyncClient(
         Coroutine[Any, Any, admin_pb2.ListAdaptersResponse],
     ]
 ):
-    """As Client, for one asyncio loop: `async with AsyncClient(address) as client: …`."""
+    """Client for one asyncio loop: `async with AsyncClient(address) as client: …`."""
 
     _grpc = grpc.aio
 
@@ -316,7 +316,7 @@ class AsyncClient(
         timeout: float = GENERATE_SECONDS,
         **options: Unpack[EmbedOptions],
     ) -> Embeddings:
-        """As Client.embed()."""
+        """Does what Client.embed() does."""
         request = embed_request(inputs, options, request_id, cache_salt)
         return embeddings_of(await self._embed(request, timeout), len(request.inputs))
 

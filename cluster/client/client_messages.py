@@ -109,7 +109,7 @@ def split_addresses(address: str | Sequence[str]) -> list[str]:
 
 
 def is_gone(error: grpc.RpcError) -> bool:
-    """Whether the gateway is, or will be next: no answer says otherwise."""
+    """Returns whether the error shows that the gateway is gone, or is about to go."""
     kind = error_of(error)
     return kind is Unavailable or (kind is Cancelled and error.details() == UNTAKEN)
 

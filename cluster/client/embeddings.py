@@ -17,7 +17,7 @@ Inputs = Input | Sequence[Input]
 
 
 class EmbedOptions(TypedDict, total=False):
-    """As EmbedRequest has them."""
+    """The options of EmbedRequest, by its fields' names."""
 
     dimensions: int
     normalize: bool

@@ -1,5 +1,5 @@
-"""What an error says to programs over gRPC: google.rpc.Status in grpc-status-details-bin, as the richer error model has
-it. Clients that do not know it read code and text as before."""
+"""The details of an error for programs that call over gRPC: google.rpc.Status in grpc-status-details-bin, as the richer
+error model defines it. Clients that do not know it read code and text as before."""
 
 import re
 from collections.abc import Iterable
@@ -69,7 +69,7 @@ def field_of(message: str) -> str:
 
 
 def _has(kind: Any, steps: list[str]) -> bool:
-    """Whether messages of this descriptor have this path. The oneof of several fields counts as one."""
+    """Returns whether messages of this descriptor have this path. The oneof of several fields counts as one."""
     name, *rest = (step.partition("[")[0] for step in steps)
     field = kind.fields_by_name.get(name)
     if field is None:

@@ -1,4 +1,4 @@
-"""How errors travel: gRPC and HTTP status of each error, and the error of each status. No other file compares codes.
+"""Maps each error to its gRPC and HTTP status, and each status to its error. No other file compares codes.
 
 RESOURCE_EXHAUSTED and 429 carry the header retry-after-ms. Over gRPC errors have details for programs, too.
 """
@@ -41,7 +41,7 @@ HTTP_OF_ERROR: dict[type[CallError], int] = {kind: status for kind, _, status in
 GRPC_CODES = tuple(sorted({code.name for _, code, _ in STATUSES}))
 """Names of the statuses with which the gateway ends calls over gRPC."""
 HTTP_CODES = tuple(sorted({401, 404, 405, 408, 413, 415, 421, *HTTP_OF_ERROR.values()}))
-"""Those with which it ends calls over HTTP."""
+"""The statuses with which the gateway ends calls over HTTP."""
 ERROR_OF_GRPC: dict[grpc.StatusCode, type[CallError]] = {code: kind for kind, code, _ in reversed(STATUSES)}
 
 WORKER_ERRORS: dict[grpc.StatusCode, type[WorkerCallError]] = {
@@ -71,7 +71,7 @@ def grpc_status(error: TandemError) -> grpc.StatusCode:
 
 
 def reason(kind: type[TandemError]) -> str:
-    """What an error says of itself to programs: UPPER_SNAKE_CASE."""
+    """Returns the reason code that programs read: the error's name in UPPER_SNAKE_CASE."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", kind.__name__).upper()
 
 

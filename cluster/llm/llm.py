@@ -19,7 +19,7 @@ Prompts = Prompt | Sequence[Prompt]
 
 
 class AsyncLLM:
-    """For one asyncio loop. `async with` ends what was launched; close() does, too."""
+    """Generates and embeds within one asyncio loop. `async with` ends what was launched; close() does, too."""
 
     def __init__(
         self, address: str, security: ClientSecurity = NO_SECURITY, end: Callable[[], None] = lambda: None
@@ -86,7 +86,7 @@ class AsyncLLM:
         timeout: float = GENERATE_SECONDS,
         **options: Unpack[EmbedOptions],
     ) -> Embeddings:
-        """As Client.embed()."""
+        """Does what Client.embed() does."""
         return await self.client.embed(inputs, cache_salt=cache_salt, timeout=timeout, **options)
 
     async def close(self) -> None:
@@ -102,7 +102,7 @@ class AsyncLLM:
 
 
 class LLM:
-    """As AsyncLLM, for code that blocks. From any thread."""
+    """AsyncLLM for code that blocks. Any thread may use it."""
 
     def __init__(
         self, address: str, security: ClientSecurity = NO_SECURITY, end: Callable[[], None] = lambda: None
@@ -155,7 +155,7 @@ class LLM:
         timeout: float = GENERATE_SECONDS,
         **options: Unpack[EmbedOptions],
     ) -> Embeddings:
-        """As Client.embed()."""
+        """Does what Client.embed() does."""
         return self.client.embed(inputs, cache_salt=cache_salt, timeout=timeout, **options)
 
     def close(self) -> None:
@@ -188,5 +188,5 @@ def as_list(prompts: Prompts) -> list[Prompt]:
 
 
 async def _made(address: str, security: ClientSecurity) -> AsyncLLM:
-    """Its channel belongs to this event loop."""
+    """Makes the client on the event loop that its channel belongs to."""
     return AsyncLLM(address, security)

@@ -1,4 +1,4 @@
-"""What one prompt has given, whole."""
+"""The whole output of one prompt."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

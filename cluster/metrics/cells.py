@@ -57,7 +57,7 @@ class Histogram:
         return len(self.bounds) + 2  # one bucket behind the last bound, and the sum
 
     def families(self, common: dict[str, str], sums: Sequence[int]) -> list[Metric]:
-        """As Counter.family."""
+        """Returns one family for each of its names, as Counter.family does."""
         *counts, total = sums
         bounds = [*map(str, self.bounds), "+Inf"]
         families: list[Metric] = []
@@ -70,7 +70,7 @@ class Histogram:
 
 
 class CellLayout:
-    """Where each of these has its cells: in the order given, so that all processes agree."""
+    """Assigns cells to metrics in the order given, so that all processes agree."""
 
     def __init__(self, metrics: Sequence[Counter | Histogram]) -> None:
         """ValueError when they need more cells than there are."""

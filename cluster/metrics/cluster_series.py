@@ -1,4 +1,4 @@
-"""How the cluster stands, as metrics: processes, islands and workers at the time of a scrape."""
+"""Metrics of the cluster's state: processes, islands and workers at the time of a scrape."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +14,7 @@ Samples = Iterable[tuple[Sequence[object], float]]
 
 
 def gateway_families(info: inference_pb2.ClusterInfo) -> list[Metric]:
-    """Of the gateway's processes."""
+    """Returns the metrics of the gateway's processes."""
     there = [one for one in info.gateways if one.pid]
     return [
         _gauge("tandem:info", "1, with the cluster's name and tandem's version.", ("name", "version"),
@@ -148,7 +148,8 @@ def _adapters(worker: inference_pb2.WorkerInfo) -> dict[str, int]:
 
 
 def _sequences(workers: Iterable[inference_pb2.WorkerInfo]) -> Samples:
-    """By adapters' names; of those that were removed, while sequences use them. There are as many as workers hold."""
+    """Counts sequences by adapter name. A removed adapter counts while sequences use it; workers bound how many there
+    are."""
     counts: Counter[str] = Counter()
     for worker in workers:
         for one in worker.adapters:

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 
 def quantile(counts: Mapping[float, float], fraction: float) -> float:
-    """As PromQL's histogram_quantile: linear within a bucket, and the last bound for what lies behind it.
+    """Computes PromQL's histogram_quantile: linear within a bucket, and the last bound for what lies beyond it.
 
-    counts: of values up to each bound, in the order of the bounds, the last infinite; not all 0.
+    counts: the number of values up to each bound, in the order of the bounds, the last infinite; not all 0.
     """
     bounds = list(counts)
     wanted = fraction * counts[bounds[-1]]

@@ -1,4 +1,4 @@
-"""What /metrics answers: the counts of all the gateway's processes, and how the cluster stands."""
+"""The answer of /metrics: the counts of all the gateway's processes, and the cluster's state."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -21,7 +21,7 @@ ENGINE = "0"  # vLLM numbers its engines; to its dashboards the whole cluster is
 
 @dataclass(frozen=True)
 class Served:
-    """What is served, for the labels. adaptive: whether any worker may decode."""
+    """The served model, for the labels of metrics. adaptive: whether any worker may decode."""
 
     model: str
     page_size: int
@@ -50,7 +50,8 @@ class Scrape:
         self._making: asyncio.Task[bytes] | None = None
 
     async def text(self) -> bytes:
-        """In CONTENT_TYPE. Workers are asked at most once in FRESH_SECONDS, however many callers there are."""
+        """Returns the text in CONTENT_TYPE. Workers are asked at most once in FRESH_SECONDS, however many callers there
+        are."""
         now = asyncio.get_running_loop().time()
         if self._making is None or (self._making.done() and now - self._made >= FRESH_SECONDS):
             self._making = asyncio.create_task(self._make())
@@ -105,7 +106,7 @@ class Scrape:
 
 @dataclass(frozen=True)
 class _Families:
-    """As a registry, for the text's writer."""
+    """A registry of given families, for the text's writer."""
 
     families: Sequence[Metric]
 

@@ -1,4 +1,4 @@
-"""What the gateway's processes count of requests, by the names under which a scrape has it.
+"""The metrics that the gateway's processes count for requests, under the names of a scrape.
 
 Names that begin with `vllm:` are vLLM's, with its meanings, so that its dashboards and autoscalers work.
 """

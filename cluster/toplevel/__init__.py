@@ -1,4 +1,4 @@
-"""What `import tandem` gives: launch, connect, LLM, AsyncLLM, Output, Answer, Client, AsyncClient, Fork, __version__.
+"""Exports launch, connect, LLM, AsyncLLM, Output, Answer, Client, AsyncClient, Fork, __version__ as `tandem.…`.
 
 Each of the first nine is imported when it is first used, so that `import tandem.cache` stays as light as it is.
 """

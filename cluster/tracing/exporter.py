@@ -16,7 +16,7 @@ CALL_SECONDS = 5
 
 
 def otlp_exporter(endpoint: str, service: str) -> "tuple[Callable[[admin_pb2.Trace], None], Callable[[], None]]":
-    """What takes a trace, from any thread and without waiting, and what ends the exporter.
+    """Returns a function that takes a trace, from any thread and without waiting, and one that ends the exporter.
 
     endpoint: such as http://127.0.0.1:4318/v1/traces. StartFailed without the extra `tracing`.
     """

@@ -39,7 +39,7 @@ OUTPUT, PROMPT_TOKENS = 400, 32
 
 @dataclass
 class Gaps:
-    """Of all streams, by the kind of window that they end in."""
+    """The gaps of all streams, by the kind of window that they end in."""
 
     kind: str = ""  # of the window now; none counts before the first
     seconds: dict[str, list[float]] = field(default_factory=lambda: {QUIET: [], ADDING: []})

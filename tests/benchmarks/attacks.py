@@ -87,7 +87,7 @@ class Watch:
 
     @contextmanager
     def _stream(self) -> Iterator[Callable[[], None]]:
-        """What to call for each message. The gap that is open at the end counts, too."""
+        """Yields a function to call for each message. The gap that is open at the end counts, too."""
         last: float | None = None
 
         def take() -> None:
@@ -104,7 +104,7 @@ class Watch:
 
 
 def watch(pipe: Connection, addresses: GatewayAddresses, streams: int) -> None:
-    """In a process of its own: watches for as many seconds as it is asked to, as often as it is asked."""
+    """Watches for as many seconds as it is asked to, as often as it is asked. Runs in a process of its own."""
     while (seconds := pipe.recv()) is not None:
         one = Watch(addresses, streams)
         asyncio.run(one.run(seconds))
@@ -112,7 +112,7 @@ def watch(pipe: Connection, addresses: GatewayAddresses, streams: int) -> None:
 
 
 def attack(pipe: Connection, target: Target) -> None:
-    """In a process of its own: for each name makes what it will send, says so, and attacks for so many seconds."""
+    """Attacks in a process of its own: for each name makes what it will send, says so, and attacks for so many seconds."""
     os.nice(19)
     while (name := pipe.recv()) is not None:
         kind = ATTACKS[name]()
@@ -144,7 +144,7 @@ class Stage:
     gateway_pid: int
 
     def look(self, seconds: float, attacker: Connection | None = None) -> dict[str, Any]:
-        """What the others saw for so long, while an attacker was at work or none."""
+        """Returns what the others saw for so many seconds, with an attacker at work or none."""
         self._spent()
         before = most = resident_mib(self.gateway_pid)
         self.watcher.send(seconds)
@@ -172,7 +172,7 @@ class Stage:
 
 
 def settings_of(model: str, overrides: dict[str, Any]) -> GatewaySettings:
-    """Of one process by itself, with both frontends."""
+    """The settings of a lone gateway process with both frontends."""
     given = {"model.path": model, "gateway.port": 0, "gateway.http_port": 0, **overrides}
     return gateways.settings_of(load_config(None, given), MAX_MODEL_LEN, POOL_PAGES)
 

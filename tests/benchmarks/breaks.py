@@ -58,7 +58,7 @@ class Break:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a mistake. text: without paths of this machine."""
+    """The result of a mistake. text: without paths of this machine."""
 
     code: int
     seconds: float
@@ -98,7 +98,7 @@ def cut(folder: Path) -> None:
 
 
 def sharded(folder: Path) -> None:
-    """Of two files one has come."""
+    """Removes one of two files of a sharded checkpoint."""
     (folder / "model.safetensors").rename(folder / "model-1.safetensors")
     weight_map = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))

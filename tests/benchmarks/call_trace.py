@@ -79,7 +79,7 @@ class TracedGateway(GatewayActor):
         super().__init__(traced.argument)
 
     def announcements(self, wanted: bool) -> None:
-        """Whether prompts are announced from now on."""
+        """Turns announcements of prompts on or off."""
         announcements: Any = PrefillHints
         announcements.send = _send if wanted else _send_nothing
 
@@ -123,7 +123,7 @@ async def _send_nothing(*_: object) -> None:
 
 
 def read_events(log: Path) -> list[Event]:
-    """In the order of their times."""
+    """Returns the events in the order of their times."""
     lines = log.read_text(encoding="utf-8").splitlines() if log.exists() else []
     found = [Event(float(seconds), process, name) for seconds, process, name in (line.split("\t") for line in lines)]
     return sorted(found, key=lambda event: event.seconds)

@@ -63,7 +63,8 @@ DENSE_LIMIT = 1.0
 
 
 def read_bytes(config: ModelConfig, kind: str, lengths: Lengths) -> int:
-    """What a layer of a decode step must read of what is stored. lengths: int64 [rows], positions that a row sees."""
+    """Returns the bytes of stored entries that a layer of a decode step must read. lengths: int64 [rows], positions
+    that a row sees."""
     compressed, size = config.compressed, config.dtype.itemsize
     assert compressed is not None
     head = config.head_dim * size
@@ -79,7 +80,7 @@ def read_bytes(config: ModelConfig, kind: str, lengths: Lengths) -> int:
 
 
 class LayerInputs:
-    """Of a decode step's tokens, random: what a layer of V4 gives to its attention."""
+    """Random inputs of a decode step's attention, as a layer of V4 gives them."""
 
     def __init__(self, config: ModelConfig, layer: int, rows: int, device: torch.device) -> None:
         compressed, size = config.compressed, config.head_dim
@@ -107,7 +108,8 @@ class LayerInputs:
 
 
 def step_attention(bench: ModelBench, ids: tuple[int, ...]) -> dict[str, Replay]:
-    """Of each kind the attention of one layer in a step of these sequences, in graph buffers. The step is committed."""
+    """Makes the attention of one layer for each kind, in a step of these sequences with graph buffers. The step is
+    committed."""
     cache, config, rows = bench.cache, bench.config, len(ids)
     found = cache.graph_buffers([Limits.of_step(rows, config.num_heads, 1)])
     assert found, "the cache has no graph buffers for this step"
@@ -124,7 +126,7 @@ def step_attention(bench: ModelBench, ids: tuple[int, ...]) -> dict[str, Replay]
 
 
 def seconds_of(run: Replay, device: torch.device) -> Measured:
-    """Of a replay. On a GPU with flushed caches."""
+    """Measures a replay. On a GPU with flushed caches."""
     return device_seconds(run, FLUSHED_MS) if device.type == "cuda" else host_seconds(run)
 
 
@@ -146,7 +148,7 @@ def kernels_of(run: Callable[[], object], device: torch.device) -> Numbers:
 
 
 def measure_attention(bench: ModelBench, context: int, rows: int, copy: float, kernels: bool) -> Numbers:
-    """Of each kind, of a token behind `context` positions, and of one that is the last of them."""
+    """Measures each kind for a token after `context` positions, and for a token that is the last of them."""
     result: Numbers = {}
     with bench.stored(np.full(rows, context)) as ids:
         for kind, attend in step_attention(bench, ids).items():
@@ -256,7 +258,7 @@ def extremes(contexts: list[int]) -> tuple[int, int]:
 
 
 def targets_of(result: Numbers, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """As far as it was measured."""
+    """Returns the targets of the parts that were measured."""
     targets, (_, longest), rows = [], extremes(options.contexts), max(options.rows)
     for kind in ("HCA", "CSA"):
         ratio = result.get(attention_title(rows, longest), {}).get(kind, {}).get("to_floor")

@@ -1,4 +1,4 @@
-"""How many positions the rows of a decode batch have stored: alike, or mixed as users' are."""
+"""Lengths of a decode batch's rows in stored positions: alike, or mixed as users' are."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ class Contexts:
         return self.text in MIXES
 
     def alike(self, rows: int) -> "Contexts":
-        """As many positions in all, each row with as many as the others."""
+        """Returns the same total number of positions, spread evenly over the rows."""
         return Contexts(str(round(self.lengths(rows).mean())))
 
     def __str__(self) -> str:

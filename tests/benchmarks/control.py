@@ -245,7 +245,7 @@ async def call_costs(rounds: int) -> dict[str, float]:
 
 
 def targets_of(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of what has been measured."""
+    """Returns the targets of the parts that were measured."""
     targets = []
     if (maps := found.get("map")) is not None:
         targets += [

@@ -170,7 +170,7 @@ def lone(comparison: Comparison) -> dict[str, Any]:
 
 
 def measure(comparison: Comparison, parts: Sequence[str], rows: int) -> dict[str, dict[str, Any]]:
-    """Of the parts that the budget lets begin."""
+    """Measures the parts that the budget lets begin."""
     oracle, results = comparison.oracle, dict[str, dict[str, Any]]()
     mixed = torch.randint(16, 256, (rows,), generator=torch.Generator().manual_seed(1)).tolist()
     for part in comparison.budget.within(parts):
@@ -186,7 +186,7 @@ def measure(comparison: Comparison, parts: Sequence[str], rows: int) -> dict[str
 
 
 def targets_of(results: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of what has been measured."""
+    """Returns the targets of the parts that were measured."""
     limits = {
         "static_batch": (at_least, "static batch, tokens/s ÷ transformers'", 1.2),
         "mixed": (at_least, "mixed lengths, tokens/s ÷ transformers' generate_batch", 3.0),

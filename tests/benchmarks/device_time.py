@@ -1,4 +1,4 @@
-"""How long a GPU takes for something, by Triton's timers."""
+"""Measures a GPU's time by Triton's timers."""
 
 from collections.abc import Callable
 from typing import Any

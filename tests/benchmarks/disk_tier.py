@@ -34,7 +34,7 @@ def rate(num_bytes: int, work: Callable[[], object]) -> float:
 
 
 def file_rates(folder: Path, page: np.ndarray, count: int) -> tuple[float, float]:
-    """Of direct writes, and of reads."""
+    """Returns the rates of direct writes and of reads."""
     file = os.open(folder / "file", os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
     try:
         os.posix_fallocate(file, 0, count * page.size)

@@ -25,7 +25,7 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
 def inputs_of(tokens: int, heads: int, dim: int) -> Inputs:
-    """Of so many tokens."""
+    """Makes random inputs of so many tokens."""
     q, k = (unit(torch.randn(tokens, heads, dim)) for _ in range(2))
     return q, k, torch.randn(tokens, heads, dim), -torch.rand(tokens, heads), torch.rand(tokens, heads)
 
@@ -45,7 +45,7 @@ def milliseconds(call: Callable[[], Any], repeats: int) -> float:
 
 
 class Step:
-    """Of `rows` sequences with `drafted` tokens each behind their last, in a layer of `heads` states [dim, dim]."""
+    """A step of `rows` sequences with `drafted` tokens each after their last, in a layer of `heads` states [dim, dim]."""
 
     def __init__(self, rows: int, drafted: int, heads: int, dim: int) -> None:
         self.rows, self.tokens = rows, drafted + 1
@@ -55,7 +55,7 @@ class Step:
         self.pages = torch.zeros(rows * self.tokens, heads, dim, dim)
 
     def _all(self, at: int) -> Inputs:
-        """Of the tokens at that place of all sequences."""
+        """Returns the inputs of the tokens at that place of all sequences."""
         q, k, v, decay, beta = (torch.cat(x) for x in zip(*(cut(one, at, at + 1) for one in self.given), strict=True))
         return q, k, v, decay, beta
 
@@ -70,7 +70,7 @@ class Step:
             self.pages[at * self.rows : (at + 1) * self.rows] = states
 
     def go_back(self) -> None:
-        """Of `each`: a copy of one of the states."""
+        """Goes back as `each` does: copies one of the states."""
         self.pages[: self.rows] = self.pages[self.rows : 2 * self.rows]
 
     def at_once(self) -> None:

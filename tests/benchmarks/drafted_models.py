@@ -60,7 +60,8 @@ class Ring:
         return (tokens - FIRST_LIVE + 1) % self.size
 
     def drafted(self) -> Tensor:
-        """For each place the one that is drafted instead, int64 [size]; `wrong` of them, here and there, are others."""
+        """Returns the place that is drafted for each place, int64 [size]; `wrong` of them, spread evenly, differ from
+        their own."""
         drafted = torch.arange(self.size)
         places = torch.linspace(0, self.size - 1, self.wrong).long()
         drafted[places] = (places + self.size // 2 + 1) % self.size

@@ -76,7 +76,7 @@ def chunk_seconds(kind: str, new: int) -> Measured:
 
 
 def decode_seconds(kind: str, rows: int, context: int) -> Measured:
-    """What stands between one layer's products in a decode step."""
+    """Measures the work between one layer's products in a decode step."""
     kernels, tokens, tables, (q, k, v) = prepare(kind, rows, context - 1, 1)
     arrays = (tables.slot_mapping, tables.kv_indptr, tables.kv_last_page_len, tables.kv_indices)
     buffers = kernels.buffers(Limits.of_step(rows, Q_HEADS, 0), DeviceTables(*upload(arrays, q.device)))

@@ -58,7 +58,7 @@ class _Stream:
 
 @dataclass
 class SteppingWorker(FakeWorker):
-    """Its streams get a token a step, all of them in one message."""
+    """A worker whose streams get a token a step, all in one message."""
 
     steps_a_second: float = 100.0
     feeds: bool = True
@@ -99,7 +99,7 @@ class SteppingWorker(FakeWorker):
 
 
 class Lag:
-    """What an event loop is late by, looked at all the time."""
+    """Measures all the time how late an event loop is."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -126,7 +126,7 @@ class Spent:
 
 
 def serve_worker(pipe: Connection, steps_a_second: float) -> None:
-    """In a process of its own: says its island, and serves until it is asked to stop."""
+    """Serves in a process of its own: sends its island, and serves until it is asked to stop."""
     events, worker = EventLoopThread("worker"), SteppingWorker(lambda _: 7, steps_a_second=steps_a_second)
     events.run(worker.start(), CALL_SECONDS)
     ticking = events.run(_begun(worker.run()), CALL_SECONDS)
@@ -138,13 +138,13 @@ def serve_worker(pipe: Connection, steps_a_second: float) -> None:
 
 
 def one_gateway(model: str) -> GatewaySettings:
-    """Of one process by itself, with both frontends."""
+    """The settings of a lone gateway process with both frontends."""
     config = load_config(None, {"model.path": model, "gateway.port": 0, "gateway.http_port": 0})
     return settings_of(config, MAX_MODEL_LEN, 1 << 20)
 
 
 def serve_gateway(pipe: Connection, settings: GatewaySettings, island: IslandState) -> None:
-    """In a process of its own: says its addresses, then what it has spent as often as asked."""
+    """Serves in a process of its own: sends its addresses, then what it has spent as often as asked."""
     keep_freed_memory()  # as in a cluster
     events, lag = EventLoopThread("gateway"), Lag()
     gateway = Gateway(settings)

@@ -36,7 +36,7 @@ def run_gate(junit: Path) -> dict[str, float]:
 
 
 def read_junit(path: Path) -> dict[str, Any]:
-    """How many tests there are, and the seconds of the slowest ones and of the slowest files."""
+    """Returns the number of tests, and the seconds of the slowest tests and of the slowest files."""
     tests: defaultdict[str, float] = defaultdict(float)
     files: defaultdict[str, float] = defaultdict(float)
     for case in ElementTree.parse(path).iter("testcase"):

@@ -49,7 +49,7 @@ MOST_LOOP, MOST_LATE_MS, LEAST_TOKENS = 0.8, 5.0, 0.95
 
 @dataclass(frozen=True)
 class Load:
-    """What clients do. tokens: a second, of all streams together."""
+    """The load that clients make. tokens: a second, of all streams together."""
 
     streams: int
     tokens: float

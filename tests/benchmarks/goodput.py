@@ -100,7 +100,7 @@ MOST_PROCESSES = 12
 
 @dataclass(frozen=True)
 class Plan:
-    """What each target is loaded with. rates: by mix, requests a second."""
+    """The loads of each target. rates: by mix, requests a second."""
 
     mixes: tuple[str, ...]
     rates: dict[str, list[float]]
@@ -129,7 +129,7 @@ class Whole:
 
 
 def shares_of(timelines: Sequence[Timeline], slos: Sequence[Slo]) -> dict[str, float]:
-    """Of the requests, those that keep each rule."""
+    """Returns the fraction of requests that keep each rule."""
     return {
         f"{rule} gap {slo.gap_ms:g} ms": rounded(
             sum(one.meets(slo, mean_gap=rule == "mean") for one in timelines) / max(1, len(timelines))
@@ -155,7 +155,7 @@ def goodput_of(rates: Sequence[float], shares: Sequence[float], fraction: float)
 
 
 def numbers_of(numbers: Numbers, timelines: Sequence[Timeline], slos: Sequence[Slo]) -> dict[str, Any]:
-    """What is told of one load."""
+    """Returns the numbers to report for one load."""
     sent = [one.sent for one in timelines]
     seconds = max(sent) - min(sent) if len(sent) > 1 else 0.0
     told: dict[str, Any] = {
@@ -208,7 +208,8 @@ async def measure_mix(generators: Generators, name: str, plan: Plan, served: Ser
 async def measure_target(
     spec: TargetSpec, plan: Plan, budget: Budget, deadlines: float = 0.0
 ) -> dict[str, dict[str, Any]]:
-    """By mix. deadlines: see the option. Raises BenchmarkFailed where the target says nothing of itself."""
+    """Measures a target by mix. deadlines: see the option. Raises BenchmarkFailed if the target does not describe
+    itself."""
     async with aclosing(open_target(spec)) as target:
         try:
             served = await target.served()
@@ -227,7 +228,7 @@ async def measure_target(
 def tandem_targets(
     given: argparse.Namespace, model: Path, roles: str, more: dict[str, Any]
 ) -> Iterator[dict[str, TargetSpec]]:
-    """By frontend, of a cluster that runs until the context ends. more: keys of its configuration."""
+    """Yields targets by frontend, of a cluster that runs until the context ends. more: keys of its configuration."""
     overrides: dict[str, Any] = {"scheduler.roles": roles, "gateway.http_port": 0}
     if roles != "split":  # whose workers compute no prompts beside rows
         overrides["scheduler.token_share"] = given.token_share
@@ -267,7 +268,8 @@ def variants(given: argparse.Namespace, model: Path) -> dict[str, dict[str, Any]
 
 
 def measure_all(given: argparse.Namespace, model: Path, logs: Path, plan: Plan) -> dict[str, dict[str, Any]]:
-    """By target, then by mix; clusters and servers one after the other, for they have the GPUs to themselves."""
+    """Measures by target, then by mix. Clusters and servers run one after the other, for they need the GPUs to
+    themselves."""
     found: dict[str, dict[str, Any]] = {}
     budget = Budget(given.seconds)
     if given.vllm:
@@ -297,7 +299,7 @@ def limit_of(mix: Mix, model: Path, roofs: Roofs, gpus: int) -> float:
 
 
 def roofs_of(given: argparse.Namespace) -> Roofs | None:
-    """As given, or measured in a process that leaves the GPU empty; None on a CPU."""
+    """Returns the given roofs, or measures them in a process that leaves the GPU empty; None on a CPU."""
     if given.product_tflops and given.copy_tbs:
         return Roofs(given.copy_tbs * 1e12, given.product_tflops * 1e12)
     if not given.gpus:
@@ -307,7 +309,7 @@ def roofs_of(given: argparse.Namespace) -> Roofs | None:
 
 
 def read_rates(texts: Sequence[str]) -> dict[str, list[float]]:
-    """By mix; "" has those of all mixes. Raises UsageError."""
+    """Returns the rates by mix; "" has the rates of all mixes. Raises UsageError."""
     rates: dict[str, list[float]] = {}
     for text in texts:
         mix, _, numbers = text.rpartition("=")
@@ -339,7 +341,7 @@ def compare_to_off(targets: dict[str, dict[str, Any]]) -> None:
 def result_of(
     given: argparse.Namespace, found: dict[str, dict[str, Any]], limits: dict[str, float], roofs: Roofs | None
 ) -> dict[str, Any]:
-    """By mix, then by target."""
+    """Returns the result by mix, then by target."""
     mixes: dict[str, Any] = {}
     for name in given.mixes:
         targets = {target: rows[name] for target, rows in found.items() if name in rows}

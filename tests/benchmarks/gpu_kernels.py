@@ -107,7 +107,7 @@ def measure_decode(rows: int, context: int, roof: float) -> dict[str, float]:
 
 
 def targets_of(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of what has been measured in the sizes that targets are set for."""
+    """Returns the targets of the measured parts, in the sizes that targets are set for."""
     targets = []
     if (prefill := results.get(f"prefill of {PROMPT}")) is not None:
         targets.append(at_least("append of 8K tokens ÷ device copy", prefill["append_to_copy"], 0.85))

@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 
 def measured(capture: Callable[[], object]) -> dict[str, float]:
-    """What it leaves in use."""
+    """Returns what a capture leaves in use."""
 
     def in_use() -> tuple[int, int]:
         gc.collect()

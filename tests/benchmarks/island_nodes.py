@@ -63,7 +63,7 @@ def ray_nodes(*, gpus: bool) -> Iterator[str]:
 
 
 def measure(address: str, islands: int, model: Path, size: Size, roles: str, *, gpus: bool) -> Numbers:
-    """Of a cluster of so many islands, each of which gets size.clients."""
+    """Measures a cluster of so many islands, each of which gets size.clients."""
     overrides: dict[str, Any] = {
         "name": f"bench-{os.getpid()}-{islands}",
         "gateway.port": 0,

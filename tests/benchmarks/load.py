@@ -41,7 +41,8 @@ class Served:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one Share. busy: the part of a core that its process took meanwhile; near 1 it is what is measured."""
+    """The outcome of one Share. busy: the part of a core that its process took meanwhile; near 1 it is what is
+    measured."""
 
     served: list[Served]
     busy: float
@@ -53,11 +54,11 @@ Stream = Callable[[list[int], int], Awaitable[list[float]]]  # a prompt, a numbe
 
 @dataclass(frozen=True)
 class Share:
-    """What one process sends: a closed loop of `clients`.
+    """The requests that one process sends: a closed loop of `clients`.
 
-    address: of the gateway's gRPC server; http: of the HTTP server, through which requests go if it is given.
-    prompt: tokens of each; output: mean of theirs, each of which has from a half to one and a half of it, for requests
-    of one length come and go in waves. seed decides prompts and lengths.
+    address: of the gateway's gRPC server; http: of the HTTP server, through which requests go if it is given. prompt:
+    tokens of each; output: the mean. Each output has half to one and a half of the mean, for requests of one length
+    come and go in waves. seed decides prompts and lengths.
     """
 
     address: str
@@ -130,7 +131,7 @@ async def _http_arrivals(http: HttpConnections, prompt: list[int], count: int) -
 
 
 def numbers_of(outcome: Outcome) -> dict[str, float]:
-    """Of one load, whichever processes it came from."""
+    """Returns the numbers of one load, whichever processes it came from."""
     served = outcome.served
     arrivals = [at for one in served for at in one.arrivals]
     began, ended = min(one.called for one in served), max(arrivals)

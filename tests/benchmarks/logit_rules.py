@@ -45,7 +45,7 @@ MakeRules = Callable[[int], tuple[LogitRules, Constraint | None]]
 
 class RulesBench(Bench):
     def seconds(self, rows: int, context: int, make_rules: MakeRules | None, ruled: int) -> float:
-        """Of one step, the mean of STEPS; the first `ruled` rows have rules."""
+        """Returns the mean seconds of a step over STEPS; the first `ruled` rows have rules."""
         ids, stored = tuple(range(rows)), np.full(rows, context)
         for sequence in ids:
             self.cache.add_sequence(sequence)
@@ -102,7 +102,7 @@ def main() -> None:
         grammars = Grammars(Path(folder) / "tokenizer", bench.config.vocab_size, (END,))
 
         def guided(context: int) -> tuple[LogitRules, Constraint]:
-            """Its one row follows SCHEMA."""
+            """Makes the rules and the constraint of one row that follows SCHEMA."""
             constraint = grammars.constraint(Guided("json_schema", (SCHEMA,)))
             return LogitRules(PLAIN, frozenset((END,)), np.ones(context, np.int64), 0, context, guided=True), constraint
 

@@ -66,7 +66,7 @@ POLL_SECONDS = 0.02
 
 @dataclass
 class TalkingWorker(FakeWorker):
-    """Its streams get their script's tokens, as fast as they are read."""
+    """A worker whose streams get their script's tokens, as fast as they are read."""
 
     script: list[int] = field(default_factory=lambda: [97])
 
@@ -112,7 +112,7 @@ def scored(ids: list[int]) -> list[inference_pb2.TokenLogprobs]:
 
 
 def serve_worker(pipe: Connection) -> None:
-    """In a process of its own: says its island, then takes scripts until it gets None."""
+    """Serves in a process of its own: sends its island, then takes scripts until it gets None."""
     os.nice(5)
     events, worker = EventLoopThread("worker"), TalkingWorker(lambda _: 7)
     events.run(worker.start(), CALL_SECONDS)
@@ -126,7 +126,7 @@ def serve_worker(pipe: Connection) -> None:
 
 @dataclass
 class LoopWatch:
-    """What holds an event loop, by its timers and by its callbacks."""
+    """Measures what holds up an event loop, by its timers and by its callbacks."""
 
     lags: list[float] = field(default_factory=lambda: [0.0])
     rounds: list[float] = field(default_factory=lambda: [0.0])
@@ -166,7 +166,7 @@ class LoopWatch:
             used += self.rounds[-1]
 
     async def taken(self) -> dict[str, Any]:
-        """What was seen since this was last asked for."""
+        """Returns what was seen since the last call."""
         lags, self.lags = self.lags, [0.0]
         rounds, self.rounds = self.rounds, [0.0]
         (step, slowest), self.step = self.step, (0.0, "")
@@ -200,7 +200,7 @@ def use_decoder(folder: Path) -> None:
 
 
 def serve_gateway(pipe: Connection, settings: GatewaySettings, island: IslandState) -> None:
-    """In a process of its own: says its addresses, then what held its loop as often as asked."""
+    """Serves in a process of its own: sends its addresses, then what held its loop as often as asked."""
     keep_freed_memory()  # as in a cluster
     events, watch = EventLoopThread("gateway"), LoopWatch()
     gateway = Gateway(settings)
@@ -219,7 +219,7 @@ def serve_gateway(pipe: Connection, settings: GatewaySettings, island: IslandSta
 
 
 def serve_clients(pipe: Connection, grpc: str, http: str) -> None:
-    """In a process of its own: makes the calls of each kind that it is asked for, `rounds` times."""
+    """Makes calls in a process of its own: those of each kind that it is asked for, `rounds` times."""
     os.nice(10)
     while (asked := pipe.recv()) is not None:
         calls, rounds = asked
@@ -277,7 +277,7 @@ class Stage:
     tokenizer: Tokenizer
 
     def look(self, kind: Kind, rounds: int = 1) -> dict[str, Any]:
-        """What the loop was held by while the calls of a kind were answered."""
+        """Returns what held the loop while the calls of a kind were answered."""
         self.worker.send(self.tokenizer.encode(kind.script))
         self.worker.recv()
         self._taken()

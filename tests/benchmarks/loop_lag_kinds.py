@@ -60,7 +60,7 @@ LONG: dict[str, Any] = {"prompt": [1 + one % 250 for one in range(32_768)], "max
 
 @kind
 def small_answers() -> Kind:
-    """What all others are compared with."""
+    """The base case, which all others are compared with."""
     return Kind([_completion() for _ in range(64)])
 
 
@@ -104,7 +104,7 @@ def whole_message() -> Kind:
 
 @kind
 def streamed_response() -> Kind:
-    """Its last events say all of the text again."""
+    """A streamed response, whose last events repeat all of the text."""
     return Kind([Call(RESPONSES, {"input": "?", "max_output_tokens": 100_000, "stream": True})], WIDE)
 
 
@@ -158,7 +158,7 @@ def whole_nested_call() -> Kind:
 
 @kind
 def whole_message_call() -> Kind:
-    """Its arguments are an object of the answer."""
+    """A whole message whose call's arguments are an object of the answer."""
     script = _nested(60_000)
     tools = [{"name": "f", "input_schema": {"type": "object", "properties": {}}}]
     return Kind([_chat(MESSAGES, tools=tools, max_tokens=len(script))], script)
@@ -240,7 +240,7 @@ def impatient() -> Kind:
 
 @kind
 def refusals() -> Kind:
-    """Of large requests, each for another reason."""
+    """Refusals of large requests, each for another reason."""
     wrong = [{"prompt": ["x" * 300_000] * 3 + [7]}, {"prompt": [7] * 200_000}, {"prompt": [-1] * 100_000}]
     wrong += [{"stop": ["x" * 100_000] * 9}, {"y" * 1_000_000: 1}, {"temperature": "z" * 1_000_000}]
     return Kind([_completion(**one) for one in wrong])

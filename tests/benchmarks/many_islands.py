@@ -61,7 +61,7 @@ class ReportingWorker(FakeWorker):
 
 
 def serve_workers(pipe: Connection, islands: int) -> None:
-    """In a process of its own: says all islands, and serves until it is told to stop."""
+    """Serves in a process of its own: sends all islands, and serves until it is told to stop."""
     events, workers = EventLoopThread("workers"), [ReportingWorker(lambda _: 7) for _ in range(islands)]
     for worker in workers:
         events.run(worker.start(), CALL_SECONDS)

@@ -26,17 +26,17 @@ class Measured(float):
 
     @classmethod
     def median(cls, values: Iterable[float], scale: float = 1.0) -> Self:
-        """Of one value or more, each times `scale`."""
+        """Returns the median of one value or more, each times `scale`."""
         scaled = [value * scale for value in values]
         return cls.of(statistics.median(scaled), scaled)
 
     def scaled(self, factor: float) -> Self:
-        """In another unit."""
+        """Converts to another unit."""
         measured = type(self).of(self * factor, (self.low * factor, self.high * factor))
         measured.repeats = self.repeats
         return measured
 
 
 def rounded(value: float) -> float:
-    """To DIGITS digits that count."""
+    """Rounds to DIGITS significant digits."""
     return float(f"{value:.{DIGITS}g}")

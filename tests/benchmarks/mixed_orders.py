@@ -94,7 +94,8 @@ ORDERS: Mapping[str, tuple[type[MixedAttention], bool, str | None]] = {
 
 @contextmanager
 def in_order(name: str) -> Iterator[None]:
-    """What is captured within has this order. For prompts, too: buffers that are made within have its backend."""
+    """Captures graphs in this order while the context lasts. Prompts have the order, too: buffers made meanwhile have
+    its backend."""
     made, dependent, backend = ORDERS[name]
     with ExitStack() as stack:
         stack.enter_context(patch("tandem.workers.runner.decode_graphs.MixedAttention", made))

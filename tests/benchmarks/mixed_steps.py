@@ -84,7 +84,7 @@ class MixedBench(Bench):
         return graphs._mixed
 
     def use(self, mixed: MixedGraphs) -> None:
-        """From now on these compute steps with prompts."""
+        """Makes these graphs compute steps with prompts from now on."""
         assert self.runner._graphs is not None
         self.runner._graphs._mixed = mixed
 
@@ -136,8 +136,8 @@ class MixedBench(Bench):
 
 
 def by_kernel(spans: Sequence[Span], steps: int) -> tuple[dict[str, float], list[str]]:
-    """Of a step, µs: wall, from its first kernel to its last; busy, in which some ran; together, in which two did. Then
-    the kernels. WARM_STEPS come before the steps."""
+    """Sums up a step in µs: wall, from its first kernel to its last; busy, in which some ran; together, in which two
+    did. Then lists the kernels. WARM_STEPS come before the steps."""
     first = sorted(one.begin for one in spans if one.name == "_fetch")
     spans = sorted((one for one in spans if one.begin >= first[min(WARM_STEPS, steps)]), key=lambda one: one.begin)
     times, counts = defaultdict[str, float](float), defaultdict[str, int](int)

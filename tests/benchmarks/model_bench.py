@@ -55,7 +55,7 @@ AHEAD = STEPS + WARM_STEPS + 2 * PAGE_SIZE  # positions behind a context that it
 
 
 class ModelBench:
-    """Of any layout that kv_layout() makes."""
+    """A model with any layout that kv_layout() makes."""
 
     def __init__(
         self,
@@ -219,5 +219,5 @@ def release(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Of the device's memory, so far; on a CPU they are not counted."""
+    """Returns the most bytes of device memory used so far; 0 on a CPU, which does not count them."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0

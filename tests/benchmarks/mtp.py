@@ -95,7 +95,7 @@ def settings(method: str, roles: str, gpus: int) -> dict[str, Any]:
 
 
 def numbers_of(request: Request) -> dict[str, float]:
-    """Of one request, in ms."""
+    """Returns the numbers of one request, in ms."""
     times = request.arrivals
     parts = {
         "first_token": times[0],
@@ -106,7 +106,7 @@ def numbers_of(request: Request) -> dict[str, float]:
 
 
 def measure(requests: Requests, length: int, rounds: int) -> dict[str, float]:
-    """With prompts of so many tokens."""
+    """Measures requests with prompts of so many tokens."""
     found: dict[str, list[float]] = {}
     for number in range(rounds + WARM_UP):
         time.sleep(REST_SECONDS)

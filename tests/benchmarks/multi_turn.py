@@ -55,7 +55,7 @@ class Prefixes:
 
 
 class Ideal:
-    """What the turns need at least, counted in the order in which they were sent."""
+    """Counts the least work that the turns need, in the order in which they were sent."""
 
     def __init__(self) -> None:
         self._prompts, self._sequences = Prefixes(), Prefixes()

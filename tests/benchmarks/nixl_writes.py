@@ -93,8 +93,8 @@ class NixlPages:
         return self._agent.prep_xfer_dlist(agent, blocks, self._kind)
 
     def _blocks(self, pages: Int32Array) -> NDArray[np.int32]:
-        """Of all pages the first, then of all the second, …: no two that follow each other are neighbours in memory,
-        as where each layer has a tensor of its own."""
+        """Returns the first block of all pages, then the second of all pages, …: no two that follow each other are
+        neighbours in memory, as if each layer had a tensor of its own."""
         parts = np.arange(self._per_page, dtype=np.int32)[:, None]
         return (pages[None, :] * self._per_page + parts).reshape(-1)
 

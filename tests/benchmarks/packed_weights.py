@@ -114,7 +114,8 @@ def multiply_all(multiply: Callable[..., Tensor], x: Tensor, weights: Iterable[A
 
 
 def weight_bytes(fields: dict[str, Any], rows: int) -> float:
-    """That a step reads: of a dense model all but the embedding, of experts as many as even choices make."""
+    """Returns the bytes that a step reads: for a dense model all but the embedding, for experts as many as even choices
+    make."""
     hidden, layers, dense = fields["hidden_size"], fields["num_hidden_layers"], 2.0
     heads = (2 * fields["num_attention_heads"] + 2 * fields["num_key_value_heads"]) * fields["head_dim"]
     head = 2.0 * fields["vocab_size"] * hidden
@@ -146,7 +147,7 @@ def measure_steps(fields: dict[str, Any], rows: Sequence[int], copy: float, *, p
 
 
 def print_kernels(bench: ModelBench, rows: int) -> None:
-    """On stderr, for people."""
+    """Prints the slowest kernels on stderr, for people."""
     with bench.stored(Contexts(str(CONTEXT)).lengths(rows)) as ids:
         bench.step_once(ids)
         spans = record(lambda: [bench.step_once(ids) for _ in range(PROFILED_STEPS)])

@@ -61,7 +61,7 @@ def exchange(value: Any) -> list[Any]:
 
 
 def median_seconds(call: Callable[[int], object], rounds: int) -> Measured:
-    """Of the rounds after the warm-up; call gets the number of the round."""
+    """Returns the median of the rounds after the warm-up; call gets the number of the round."""
     seconds = []
     for number in range(rounds + WARM_UP):
         torch.cuda.synchronize()
@@ -137,7 +137,7 @@ def nixl_numbers(pe: int, lengths: Sequence[int], rounds: int) -> dict[str, dict
 
 
 def nixl_seconds(pe: int, side: nixl_writes.NixlPages, length: int, rounds: int) -> tuple[float, float]:
-    """Of a write, and of making its request."""
+    """Returns the seconds of a write, and of making its request."""
     tables = [random_pages(length, seed) for seed in range(rounds + WARM_UP)]
     made = []
 
@@ -206,7 +206,7 @@ def measure(transport: Transport, lengths: Sequence[int], rounds: int, budget: B
 
 
 def targets_of(transport: Transport, results: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of pushes into mapped pages."""
+    """Returns the targets of pushes into mapped pages."""
     if transport.peer_pool(RECEIVER, 0) is None:
         return []
     return [
@@ -217,7 +217,7 @@ def targets_of(transport: Transport, results: dict[str, Any]) -> list[dict[str, 
 
 
 def peers_of(length: str, numbers: dict[str, Any]) -> list[dict[str, Any]]:
-    """What NCCL and NIXL reached in this run."""
+    """Returns the rates that NCCL and NIXL reached in this run."""
     reached = {"NCCL, contiguous": numbers["nccl_gb_s"]}
     reached |= {f"NIXL, blocks of a {kind}": of["gb_s"] for kind, of in numbers.get("nixl", {}).items()}
     return [{"number": f"tokens.{length}.push_gb_s", "peer": name, "value": value} for name, value in reached.items()]

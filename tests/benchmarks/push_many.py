@@ -61,7 +61,7 @@ def rate(transport: Transport, receivers: tuple[int, ...], pushes: int) -> float
 
 
 def check_landed(pool: Tensor, pe: int, senders: dict[int, tuple[int, ...]], pushes: int) -> None:
-    """What each sender pushed last stands with each of its receivers."""
+    """Checks that what each sender pushed last stands with each of its receivers."""
     mine: dict[int, list[int]] = {}
     for sender, receivers in senders.items():
         if pe in (sender, *receivers):

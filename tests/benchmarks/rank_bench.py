@@ -27,7 +27,7 @@ PROFILED_STEPS = 4
 
 
 class Case(NamedTuple):
-    """What is measured of a model: steps of up to `rows` rows at `context` positions, and a prompt; 0: none."""
+    """The sizes to measure for a model: steps of up to `rows` rows at `context` positions, and a prompt; 0: none."""
 
     model: str  # of MODELS
     rows: int
@@ -39,7 +39,8 @@ class RankBench(RankPe):
     """See Pe. All ranks of a worker are told the same calls in the same order, for each call waits for the others."""
 
     def build(self, case: Case, size: int) -> tuple[float, float]:
-        """Of a worker of `size` ranks; those of several have met. Seconds to make model and cache, and to capture."""
+        """Builds a worker of `size` ranks; several ranks have met. Returns the seconds to make model and cache, and to
+        capture."""
         began = time.perf_counter()
         self._bench = ModelBench(
             MODELS[case.model],
@@ -63,7 +64,7 @@ class RankBench(RankPe):
         return self._bench.prefill(length, CHUNK, PROMPT_ROUNDS)
 
     def seconds_of_sums(self, tokens: int) -> float:
-        """Of all sums of a forward of so many tokens, by themselves in a CUDA graph."""
+        """Returns the seconds of all sums of a forward of so many tokens, by themselves in a CUDA graph."""
         config = self._bench.config
         num_bytes = tokens * config.hidden_size * config.dtype.itemsize
         return num_sums(config) * self.seconds_each(num_bytes, max(1, min(SUMS, SUMS_BYTES // num_bytes)), REPEATS)

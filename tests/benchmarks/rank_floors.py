@@ -18,9 +18,10 @@ def num_sums(config: ModelConfig) -> int:
 
 
 def weight_bytes(config: ModelConfig, rows: int) -> float:
-    """Of the matrices that a step of `rows` tokens multiplies by. Experts: as many as even choices make on average.
+    """Returns the bytes of the matrices that a step of `rows` tokens multiplies by. Experts: as many as even choices
+    make on average.
 
-    In the dtype of the config, or experts in MXFP4. Norms, biases and sinks are left out.
+    Matrices have the dtype of the config, or experts MXFP4. Norms, biases and sinks are left out.
     """
     hidden, moe = config.hidden_size, config.moe
     numbers = float(len(config.head_part) * hidden)
@@ -39,7 +40,7 @@ def weight_bytes(config: ModelConfig, rows: int) -> float:
 
 
 def recurrent_numbers(config: ModelConfig) -> int:
-    """Of the matrices of a layer that keeps a state, and of its convolution."""
+    """Returns the numbers in the matrices of a layer that keeps a state, and of its convolution."""
     assert config.recurrent is not None
     parameters = allocate_recurrent(config.recurrent, config.hidden_size, Allocator(config.dtype, torch.device("meta")))
     weights = recurrent_weights(config.recurrent, parameters, "").values()
@@ -47,7 +48,8 @@ def recurrent_numbers(config: ModelConfig) -> int:
 
 
 def kept_bytes(config: ModelConfig, lengths: Lengths) -> int:
-    """What a decode step reads of KV, and reads and writes of states. lengths: int64 [rows], positions stored."""
+    """Returns the bytes of KV that a decode step reads, and of states that it reads and writes. lengths: int64 [rows],
+    positions stored."""
     recurrent = config.recurrent
     states = 0 if recurrent is None else 2 * lengths.size * len(recurrent.layers) * recurrent.shape.numbers * 4
     return kv_bytes(config, lengths) + states

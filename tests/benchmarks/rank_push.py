@@ -47,7 +47,7 @@ def exchange(value: Any) -> list[Any]:
 
 
 def gpus_of(sizes: tuple[int, int]) -> list[int]:
-    """Of each PE: the ranks of both workers, then idle ones, until both GPUs have as many."""
+    """Returns the GPU of each PE: the ranks of both workers, then idle ones, until both GPUs have as many."""
     idle = [0] * max(0, sizes[1] - sizes[0]) + [1] * max(0, sizes[0] - sizes[1])
     return [0] * sizes[0] + [1] * sizes[1] + idle
 
@@ -66,7 +66,7 @@ def join(pe: int, sizes: tuple[int, int]) -> RankTransport:
 
 
 def seconds_of(transport: RankTransport, length: int, rounds: int) -> tuple[Measured, Measured]:
-    """Of a push by the slowest rank of the sender, on all PEs; and of its call, at the sender."""
+    """Returns the seconds of a push by the sender's slowest rank, on all PEs, and of its call, at the sender."""
     tables = [tuple(map(slots_of, random_pages(length, seed))) for seed in range(rounds + WARM_UP)]
     found, issued = [], []
     for sources, targets in tables:

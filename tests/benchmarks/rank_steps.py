@@ -86,7 +86,7 @@ def measure_case(found: Numbers, case: Case, count: int, options: argparse.Names
 
 
 def print_kernels(ranks: list[PeProcess], rows: list[int], case: Case) -> None:
-    """Those of rank 0, on stderr, for people."""
+    """Prints the kernels of rank 0 on stderr, for people."""
     for each in rows:
         lines = together(ranks, "step_kernels", each, case.context)[0]
         print(f"{titled(len(ranks))}, {each} rows", *lines, sep="\n", file=sys.stderr, flush=True)

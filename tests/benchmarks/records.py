@@ -69,7 +69,7 @@ def run_of(benchmark: str, result: Mapping[str, Any], gpus: int, commit: str | N
 
 
 def read_peer(benchmark: str, number: str) -> float | None:
-    """What the first peer with that number reaches; None where none was measured."""
+    """Returns the value of the first peer with that number; None if none was measured."""
     peers = json.loads((RESULTS / "peers.json").read_text(encoding="utf-8"))["peers"]
     return next((one["value"] for one in peers if (one["benchmark"], one["number"]) == (benchmark, number)), None)
 
@@ -118,7 +118,7 @@ def gpu_names() -> list[str]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of those PACKAGES that are installed."""
+    """Returns the versions of Python and of those PACKAGES that are installed."""
     found = {"python": ".".join(map(str, sys.version_info[:3]))}
     for package in PACKAGES:
         try:
@@ -144,7 +144,7 @@ def head() -> str:
 
 
 def to_json(value: Any, indent: int = 0) -> str:
-    """What fits into a line of LINE_WIDTH stands in one."""
+    """Formats JSON: whatever fits into LINE_WIDTH stands in one line."""
     line = json.dumps(value, ensure_ascii=False)
     if len(line) + indent <= LINE_WIDTH or not isinstance(value, dict | list) or not value:
         return line

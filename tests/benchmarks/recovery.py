@@ -186,7 +186,7 @@ def _working(client: Client, role: "inference_pb2.Role.ValueType") -> tuple[str,
 
 
 def _serves(client: Client, name: str, epoch: int) -> bool:
-    """Whether the island takes requests in that epoch."""
+    """Returns whether the island takes requests in that epoch."""
     islands = client.cluster_info().islands
     return any(island.name == name and island.epoch == epoch and island.workers for island in islands)
 
@@ -249,7 +249,7 @@ def summary(recoveries: Sequence[Recovery]) -> dict[str, Any]:
 
 
 def settings(folder: Path, shape: str | None, gpus: bool, islands: int, gateways: int) -> dict[str, Any]:
-    """What differs from deploy/'s file."""
+    """Returns the settings that differ from deploy/'s file."""
     common: dict[str, Any] = {
         "name": f"bench-{os.getpid()}",
         "num_islands": islands,

@@ -74,7 +74,7 @@ def measure_decode(rows: int, roofs: Roofs) -> dict[str, float]:
 
 
 def chunk_flops(tokens: int) -> int:
-    """Of all value heads."""
+    """Returns the FLOPs of all value heads."""
     keys, values = NEXT.key_dim, NEXT.value_dim
     within = 3 * CHUNK * keys + 2 * CHUNK * values + 4 * CHUNK * CHUNK
     return 2 * tokens * NEXT.value_heads * (within + 3 * keys * values)

@@ -1,4 +1,4 @@
-"""What a benchmark prints: numbers, how far some of them should get, and what to draw. Read by `bench/`."""
+"""Output of a benchmark: numbers, how far some of them should get, and what to draw. Read by `bench/`."""
 
 import json
 import statistics
@@ -35,7 +35,7 @@ def plot(
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """By linear interpolation; the value itself where there is one."""
+    """Interpolates linearly; returns the value itself if there is only one."""
     if len(values) == 1:
         return values[0]
     return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
@@ -56,7 +56,7 @@ def print_skipped(why: str) -> None:
 
 
 def guarded(run: Callable[[], Numbers]) -> Numbers:
-    """What it returns, or the error that it raises."""
+    """Returns the numbers of run(), or the error that it raises."""
     try:
         return run()
     except Exception as error:
@@ -65,7 +65,7 @@ def guarded(run: Callable[[], Numbers]) -> Numbers:
 
 
 def noted(result: Numbers, title: str, run: Callable[[], Numbers]) -> Numbers:
-    """What run() gives, under its title; on stderr at once, for who ends the benchmark early."""
+    """Stores the numbers of run() under its title. Prints them on stderr at once, in case the benchmark is ended early."""
     began = time.perf_counter()
     result[title] = measured = guarded(run)
     print(f"{title}, after {time.perf_counter() - began:.1f} s: {json.dumps(measured)}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""How fast a step or a prompt of a dense model can be on a device that copies and multiplies so fast."""
+"""Computes how fast a step or a prompt of a dense model can be on a device, by its rates of copies and of products."""
 
 from dataclasses import dataclass
 
@@ -51,7 +51,7 @@ def decode_roof(config: ModelConfig, contexts: Lengths, roofs: Roofs) -> float:
 
 
 def prefill_flops(config: ModelConfig, length: int) -> float:
-    """With half of the attention square."""
+    """Returns the FLOPs of a prompt, with half of the attention square."""
     attention = 2 * config.num_layers * config.num_heads * config.head_dim * length**2
     return 2 * layer_weights(config) * length + attention + 2 * config.vocab_size * config.hidden_size
 

@@ -47,7 +47,7 @@ Loads = dict[str, dict[str, float]]  # by the names of loads and of numbers
 
 @dataclass(frozen=True)
 class Size:
-    """Of the requests, and how many clients are tried."""
+    """The size of the requests, and the numbers of clients that are tried."""
 
     prompt: int
     output: int
@@ -88,7 +88,7 @@ class Load:
 
 
 def _split(total: int, parts: int) -> list[int]:
-    """As evenly as it goes."""
+    """Splits as evenly as possible."""
     return [total // parts + (part < total % parts) for part in range(parts)]
 
 
@@ -163,7 +163,7 @@ def cluster_for(config: str, shape: str, *, http: bool) -> Iterator[tuple[str, G
 
 
 def gpus_of(config: str) -> int:
-    """How many a cluster of a file of deploy/ takes."""
+    """Returns the number of GPUs that a cluster of a file of deploy/ takes."""
     loaded = load_config(DEPLOY / config)
     workers = loaded.num_islands * (loaded.island.num_prefill + loaded.island.num_decode)
     return workers if loaded.island.device == "cuda" else 0

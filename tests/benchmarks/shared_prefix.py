@@ -69,7 +69,7 @@ class Case:
         return [self.kernels.attend(call % LAYERS, q, k, v, plan) for call in range(CALLS)][-1]
 
     def seconds(self, shared: bool) -> tuple[Measured, Tensor]:
-        """Of a layer's attention, and what it gives in the last one."""
+        """Returns the seconds of a layer's attention, and its last output."""
         plan = self.kernels.plan(self.tokens, self.shared if shared else self.plain)
         output = self.attend(plan)  # FlashInfer plans here, outside the capture
         graph = torch.cuda.CUDAGraph()

@@ -70,7 +70,7 @@ OWN_PROMPT = {"eagle3": 0.03, "draft_model": 0.075}
 
 @dataclass(eq=False)
 class Request:
-    """What a DraftPolicy reads of one, and when its tokens came."""
+    """The parts of a request that a DraftPolicy reads, and when its tokens came."""
 
     arrived: float
     length: int
@@ -153,7 +153,7 @@ class Worker:
             self.counts["kept"] += load.chunk > 0 and seconds <= GAP_SECONDS
 
     def _forwards(self, load: StepLoad, rows: int) -> float:
-        """Of plain rows and chunks."""
+        """Returns the seconds of plain rows and chunks."""
         own = 1 + OWN_PROMPT.get(self.method, 0)
         together = products(rows + load.joint if load.joint else rows) if rows else 0.0
         if load.joint:
@@ -161,7 +161,7 @@ class Worker:
         return together + (own * products(load.apart) if load.apart else 0.0)
 
     def _launch(self, sizes: dict[int, int], *, joint: bool) -> float:
-        """What drafts add to the step."""
+        """Returns the seconds that drafts add to the step."""
         follows = self.verified is not None and self.verified is self.rows and self._may_follow()
         verified, self.verified = self.verified is not None, self.rows if sizes else None
         self.sizes = sizes

@@ -57,7 +57,7 @@ Draw = Callable[[np.random.Generator, int], np.ndarray]
 
 
 class Mix(NamedTuple):
-    """What people send."""
+    """The requests that people send."""
 
     prompts: Draw
     first_token_seconds: float  # the SLO
@@ -241,7 +241,7 @@ def simulate(mix: Mix, rate: float, roles: str, fused: bool, seconds: float, see
 
 
 def goodput(mix: Mix, roles: str, fused: bool, seconds: float) -> dict[str, float]:
-    """By bisection, with what is to be seen at that rate."""
+    """Finds the goodput by bisection, with the figures at that rate."""
     low, high, best = 0.0, mix.most, {}
     for _ in range(ROUNDS):
         rate = (low + high) / 2

@@ -109,7 +109,8 @@ class Worker:
             yield self.now
 
     def _arrive(self) -> bool:
-        """Whether there are prompts, those that have come by now included. Time goes on to the next one if need be."""
+        """Returns whether there are prompts, those that have come by now included. Time goes on to the next prompt if
+        need be."""
         scheduler = self.scheduler
         if self._next is not None and not scheduler.num_running and not scheduler.num_waiting:
             self.now = max(self.now, self._next.arrived)

@@ -1,4 +1,4 @@
-"""Whether the memory of a cluster is bounded under honest and hostile traffic. Prints JSON.
+"""Checks that the memory of a cluster is bounded under honest and hostile traffic. Prints JSON.
 
 A cluster of one prefill and one decode worker on the CPU, with a token. Honest clients make calls of all kinds:
 streams, whole answers, cancelled ones, guided ones, tools, log-probabilities. An attacker (nice 10) makes one attack of

@@ -31,14 +31,14 @@ USER = [{"role": "user", "content": "How many?"}]
 
 @dataclass
 class Calls:
-    """What became of the calls, by their kinds."""
+    """The outcomes of the calls, by their kinds."""
 
     done: Counter[str] = field(default_factory=Counter)
     lost: Counter[str] = field(default_factory=Counter)  # with their errors
 
 
 def _ignored(event: object) -> None:
-    """Of a stream that is read to its end."""
+    """Ignores an event of a stream that is read to its end."""
 
 
 class SoakClients:
@@ -145,7 +145,7 @@ class SoakClients:
 
 
 def soak(pipe: Connection, target: Target, rate: float, seed: int) -> None:
-    """In a process of its own: calls for as many seconds as it is told to, and gives its Calls."""
+    """Calls in a process of its own for as many seconds as it is told to, and sends its Calls."""
     while (seconds := pipe.recv()) is not None:
         clients = SoakClients(target, rate, seed)
         asyncio.run(clients.run(seconds))

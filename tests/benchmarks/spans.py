@@ -47,7 +47,7 @@ def seen(span: Span, lengths: Lengths) -> int:
 
 
 def kv_bytes(config: ModelConfig, lengths: Lengths) -> int:
-    """What a decode step reads of KV; states are none. lengths: int64 [rows], positions stored."""
+    """Returns the bytes of KV that a decode step reads; states are none. lengths: int64 [rows], positions stored."""
     heads = [config.heads_of(layer) for layer in range(config.num_layers)]
     pairs = [(one, span) for one, span in zip(heads, config.layer_spans, strict=True) if not span.last]
     return sum(2 * one.num_kv_heads * one.head_dim * seen(span, lengths) for one, span in pairs) * config.dtype.itemsize
@@ -74,7 +74,7 @@ def count_weights(fields: Fields) -> Weights:
 
 
 def weight_bytes(config: ModelConfig, weights: Weights, rows: int) -> float:
-    """What a decode step reads of them."""
+    """Returns the bytes of weights that a decode step reads."""
     chosen = 0.0 if config.moe is None else 1 - (1 - config.moe.routing.top_k / config.moe.num_experts) ** rows
     return (weights.shared + chosen * weights.experts) * config.dtype.itemsize
 
@@ -97,7 +97,7 @@ def measure_prefix(bench: ModelBench, prefix: int) -> Numbers:
 
 
 def measure(name: str, options: argparse.Namespace, budget: Budget, copy: float) -> Numbers:
-    """Of one model, as far as the budget goes."""
+    """Measures one model, as far as the budget goes."""
     shape, result = SHAPES[name], Numbers()
     fields = shape.fields(tiny=options.tiny)
     weights = count_weights(fields)

@@ -84,7 +84,8 @@ async def ask_all(address: str, prompts: Sequence[str]) -> Round:
 
 
 def measure(addresses: Mapping[str, str], rounds: int, prompts: Sequence[str] = PROMPTS) -> dict[str, dict[str, Any]]:
-    """By method; addresses likewise, that without drafts among them. SystemExit where outputs differ."""
+    """Returns the numbers by method; addresses are by method, too, and NONE is among them. SystemExit if outputs
+    differ."""
     ran: dict[str, list[Round]] = {method: [] for method in addresses}
     for number in range(rounds + 1):
         for method, address in addresses.items():

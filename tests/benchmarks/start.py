@@ -1,7 +1,8 @@
-"""From `tandem up` to ready, for Qwen3-8B's shape with random weights on two GPUs, phase by phase. Prints JSON.
+"""The time from `tandem up` to ready, for Qwen3-8B's shape with random weights on two GPUs, phase by phase. Prints
+JSON.
 
 Two starts, one after the other: the first may build kernels, the second finds them cached and is the one that counts.
-`ready_seconds` runs from the start of the process to its ready line; phases are what the cluster says of itself.
+`ready_seconds` runs from the start of the process to its ready line; phases are what the cluster reports itself.
 --ranks 2: one worker of two GPUs, which computes prompts and decodes.
 """
 

@@ -50,13 +50,14 @@ Decode = tuple[int, Contexts]
 
 
 def decodes_of(rows: Sequence[int] | None, contexts: Sequence[Contexts] | None) -> list[Decode]:
-    """What is chosen, each number of rows at each of the contexts."""
+    """Returns the chosen decodes, each number of rows at each of the contexts."""
     chosen = [(each, context) for context in contexts or (CONTEXT,) for each in rows or ROWS]
     return chosen if rows or contexts else [*chosen, *LONG]
 
 
 def positions_needed(decodes: Sequence[Decode]) -> int:
-    """Of a cache that holds the largest of the decodes: 1,200 a row and one sequence of MAX_LENGTH, or more."""
+    """Returns the positions of a cache that holds the largest decode: 1,200 a row and one sequence of MAX_LENGTH, or
+    more."""
     ahead = 2 * STEPS + PAGE_SIZE  # warm, timed and recorded steps, and the rest of the last page
     usual = 1200 * max(rows for rows, _ in decodes) + MAX_LENGTH
     return max(usual, *(int((context.lengths(rows) + ahead).sum()) for rows, context in decodes))
@@ -101,7 +102,7 @@ def kv_scales(name: str, kv: str) -> KVScales | None:
 
 
 def measure(name: str, roofs: Roofs, options: argparse.Namespace, budget: Budget) -> dict[str, Any]:
-    """Of one model, as far as the budget goes."""
+    """Measures one model, as far as the budget goes."""
     decodes = decodes_of(options.rows, options.contexts) if "decode" in options.parts else []
     sampled = [(SAMPLED_ROWS, CONTEXT)] if "sampled" in options.parts else []
     most_rows = max((rows for rows, _ in [*decodes, *sampled]), default=1)
@@ -128,7 +129,7 @@ def measure(name: str, roofs: Roofs, options: argparse.Namespace, budget: Budget
 
 
 def targets_of(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of results, measure()'s by model, as far as they have been measured."""
+    """Returns the targets of the measured parts. results: measure()'s by model."""
     targets = []
     for name, result in results.items():
         limit, batches = FLOOR_TARGETS.get(name, (0.0, ()))

@@ -100,7 +100,7 @@ def receiver(pipe: Connection) -> None:
 def plain_seconds(
     pe: int, transport: Transport, pipe: Connection, tables: Sequence[tuple[Int32Array, Int32Array]]
 ) -> list[float]:
-    """Of a NIXL write of each table's pages from the sender's pool into the receiver's."""
+    """Returns the seconds of a NIXL write of each table's pages from the sender's pool into the receiver's."""
 
     def exchange(value: Any) -> list[Any]:
         pipe.send(value)
@@ -183,7 +183,7 @@ def random_tables(length: int, num_pages: int, seed: int) -> tuple[Int32Array, I
 def measure(
     names: Sequence[str], length: int, endpoint: Endpoint, budget: Budget, device: str = "cpu"
 ) -> dict[str, dict[str, float]]:
-    """Of each transport. They take turns."""
+    """Measures each transport. They take turns."""
     num_pages, num_bytes = length // PAGE + 8, length * LAYOUT.token_bytes
     pairs = {name: Pair(name, num_pages, endpoint, device) for name in names}
     rows: dict[str, list[tuple[float, float, float]]] = {name: [] for name in names}

@@ -1,4 +1,4 @@
-"""Whether docs/errors.md has the mistakes of the script, and the words that the command has for them today."""
+"""Tests that docs/errors.md has the script's mistakes, and the words that the command has for them today."""
 
 import json
 import re
@@ -23,7 +23,7 @@ def test_the_page_has_all_mistakes() -> None:
 
 
 def test_all_are_told_as_the_page_says_and_before_torch_and_ray() -> None:
-    """In forks of one process, which imports the command line once."""
+    """The mistakes run in forks of one process, which imports the command line once."""
     command = [sys.executable, "-m", "tests.benchmarks.breaks", "--forked"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
     forks = json.loads(done.stdout)
@@ -45,5 +45,5 @@ def test_each_is_told_as_the_page_says(one: Break, line: str) -> None:
 
 
 def needs_no_gpu(one: Break) -> bool:
-    """And this host has some."""
+    """Returns whether the mistake needs a host without GPUs, and this host has some."""
     return "GPUs" in one.title and bool(read_driver().gpus)

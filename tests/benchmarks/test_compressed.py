@@ -1,4 +1,4 @@
-"""What the benchmark of DeepSeek-V4's layers counts, and that all of it runs on a CPU."""
+"""Tests that the benchmark of DeepSeek-V4's layers counts bytes correctly, and that all of it runs on a CPU."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ PROMPT = "prefill of 48 by 32"
 
 
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
-    """What the benchmark prints of the tiny shape on a CPU."""
+    """Returns what the benchmark prints for the tiny shape on a CPU."""
     tiny = ["compressed", "--shape", "tiny", "--device", "cpu", "--rows", "2", "--contexts", "128,256"]
     monkeypatch.setattr("sys.argv", [*tiny, "--prompt", "48", "--chunk", "32", *options])
     compressed.main()

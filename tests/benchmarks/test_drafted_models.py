@@ -68,7 +68,7 @@ def test_a_draft_model_is_sure_and_wrong_behind_some_tokens(tmp_path: Path) -> N
 
 @pytest.mark.long
 def test_drafts_of_each_method_hold_as_often_as_is_wanted() -> None:
-    """Of 3 tokens, each of which holds with 0.7 where the one before does, (0.7 + 0.49 + 0.34) / 3 are accepted."""
+    """Each of 3 tokens holds with 0.7 if the one before does, so (0.7 + 0.49 + 0.34) / 3 are accepted."""
     methods = ("ngram", "draft_model", "mtp", "eagle3")
     arguments = ["--gpus", "0", "--shape", "tiny", "--mixes", "C", "--rates", "2", "--window", "6", "--roles"]
     arguments += ["colocated", "--speculation", *methods, "--product-tflops", "1", "--copy-tbs", "0.1"]
@@ -88,7 +88,7 @@ def test_drafts_of_each_method_hold_as_often_as_is_wanted() -> None:
 
 @pytest.mark.long
 def test_drafts_of_a_hybrid_model_hold_as_often_as_is_wanted(tmp_path: Path) -> None:
-    """Its norms have an offset, and three of its layers keep states."""
+    """The model's norms have an offset, and three of its layers keep states."""
     target = write_target(COMMON | SHAPES[HYBRID] | TINY_HYBRID, tmp_path / "target", 0.7)
     prompts = [random_prompt(40 + 10 * number, number, 512) for number in range(8)]
     with running_island(target, {"speculation.method": "mtp"}) as island, island.client() as client:

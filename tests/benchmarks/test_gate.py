@@ -1,4 +1,4 @@
-"""What the benchmark of the gate reads."""
+"""Tests of the benchmark of the gate: what it reads."""
 
 import json
 from pathlib import Path

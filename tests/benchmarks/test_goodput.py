@@ -1,4 +1,4 @@
-"""What the goodput benchmark makes of rates, timelines and roofs; a load of a small cluster is long."""
+"""Tests of the goodput benchmark's rates, timelines and roofs. A load of a small cluster is long."""
 
 import json
 import subprocess
@@ -105,7 +105,7 @@ def site(tmp_path: Path) -> Path:
 
 
 def runs(pid: int) -> bool:
-    """Whether there is such a process, not only its exit code."""
+    """Returns whether the process runs, even as another's child. A zombie does not."""
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 

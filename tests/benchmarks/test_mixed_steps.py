@@ -1,4 +1,4 @@
-"""What a profile of joint steps says of its kernels, and that every order gives the tokens of the worker's own."""
+"""Tests that a profile of joint steps counts kernels, and that every order gives the tokens of the worker's own."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What the benchmark of workers of several ranks counts, and that its steps and prompts run on ranks of a CPU."""
+"""Tests that the benchmark of workers of several ranks counts correctly, and that it runs on ranks of a CPU."""
 
 import json
 from argparse import Namespace
@@ -129,7 +129,7 @@ class ThreadRankBench(rank_bench.RankBench):
 
 
 class ThreadProcess:
-    """As a PeProcess."""
+    """A PeProcess that is a thread."""
 
     def __init__(self, bench: ThreadRankBench, pool: ThreadPoolExecutor) -> None:
         self._bench, self._pool = bench, pool

@@ -29,7 +29,7 @@ transfer · 2026-11-22 · `push.py`
 
 @pytest.fixture
 def folders(tmp_path: Path) -> tuple[Path, Path]:
-    """Of results and of decisions."""
+    """Makes the folders of results and of decisions."""
     kept, decisions = tmp_path / "results", tmp_path / "decisions"
     kept.mkdir()
     decisions.mkdir()

@@ -1,4 +1,4 @@
-"""What a soak says of its looks."""
+"""Tests of a soak's summary."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""What the benchmark of layers with spans counts, and that all of it runs on a CPU."""
+"""Tests that the benchmark of layers with spans counts correctly, and that all of it runs on a CPU."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_bytes_are_those_of_the_positions_that_layers_see(name: str, entries: in
 
 
 def test_weights_are_those_of_the_experts_that_tokens_choose(tmp_path: Path) -> None:
-    """Of Llama 4's 16 experts one token reads one, and of the embedding nothing."""
+    """One token reads one of Llama 4's 16 experts, and nothing of the embedding."""
     config = config_of("llama4-scout", tmp_path)
     weights = spans.count_weights(SHAPES["llama4-scout"].fields(tiny=False))
     expert = 3 * 5120 * 8192

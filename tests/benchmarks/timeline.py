@@ -1,4 +1,4 @@
-"""What a GPU did while something ran, from the profiler's timeline."""
+"""Records what a GPU did while something ran, from the profiler's timeline."""
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ class Idle:
 
 
 def idle(spans: Sequence[Span]) -> Idle:
-    """Of a timeline, in any order, from the first step's first kernel on; spans may overlap."""
+    """Returns the idle times of a timeline, in any order, from the first step's first kernel on; spans may overlap."""
     begin = min((span.begin for span in spans if span.name == FIRST_KERNEL), default=0.0)
     ordered = sorted((span for span in spans if span.begin >= begin), key=lambda span: span.begin)
     between = inside = 0.0
@@ -64,7 +64,7 @@ def slowest_kernels(spans: Sequence[Span], steps: int, most: int = 30, width: in
 
 
 def record(run: Callable[[], object]) -> list[Span]:
-    """What the device does during run(), which must wait for it."""
+    """Returns what the device does during run(), which must wait for it."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:

@@ -114,7 +114,7 @@ class Streams:
 
 
 def serve_clients(pipe: Connection, way: str, addresses: GatewayAddresses, streams: int) -> None:
-    """In a process of its own: says that all streams run, then how many messages have come as often as asked."""
+    """Serves in a process of its own: says that all streams run, then how many messages have come as often as asked."""
     events, clients = EventLoopThread("clients"), Streams()
     events.run(clients.open(way, addresses, streams), CALL_SECONDS)
     pipe.send(True)
@@ -125,7 +125,7 @@ def serve_clients(pipe: Connection, way: str, addresses: GatewayAddresses, strea
 
 
 def serve_worker(pipe: Connection, steps_a_second: float) -> None:
-    """In a process of its own: says its island, then its tokens and its CPU time so far as often as asked."""
+    """Serves in a process of its own: sends its island, then its tokens and its CPU time so far as often as asked."""
     events = EventLoopThread("worker")
     worker = SteppingWorker(lambda _: 7, steps_a_second=steps_a_second, tokens=itertools.cycle(TOKENS))
     events.run(worker.start(), CALL_SECONDS)

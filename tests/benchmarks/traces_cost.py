@@ -52,7 +52,7 @@ class _Sink(BaseHTTPRequestHandler):
 
 
 def serve_collector(pipe: Connection) -> None:
-    """In a process of its own: says where it listens, until it is told to stop."""
+    """Collects in a process of its own: says where it listens, and runs until it is told to stop."""
     with ThreadingHTTPServer(("127.0.0.1", 0), _Sink) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         pipe.send(f"http://127.0.0.1:{server.server_port}/v1/traces")
@@ -69,7 +69,7 @@ def traced(endpoint: str | None) -> Callable[[str, str], GatewaySettings]:
 
 
 def request_us() -> float:
-    """Of a request that goes straight to its end: what the gateway tells its observer, and nothing else."""
+    """Measures a request that goes straight to its end: what the gateway tells its observer, and nothing else."""
     tracer, now = Tracer(KEEP, 1.0), time.time_ns()
     prefill, decode = (cast("Any", SimpleNamespace(key=("i", pe), role=role)) for pe, role in enumerate(Role))
     request = ValidRequest("request", PromptSpec(np.arange(128)), SamplingParams())

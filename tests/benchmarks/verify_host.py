@@ -112,7 +112,7 @@ def kernels(pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None = None) -> KV
 
 
 def make_loop(rows: int, drafts: int) -> tuple[StepLoop, Replays]:
-    """Of a decode worker with as many requests."""
+    """Makes the loop of a decode worker with as many requests."""
     num_pages = rows * (-(-LENGTH // PAGE) + 2)
     fabric = FakeFabric(2, LAYOUT, num_pages=num_pages, num_signals=mailbox_rows(rows, 2))
     sender, receiver = fabric.joined()
@@ -146,7 +146,7 @@ def make_loop(rows: int, drafts: int) -> tuple[StepLoop, Replays]:
 
 
 def measure(rows: int, drafts: int) -> dict[str, float]:
-    """Of one verify step: from tokens that are there to the next launch, and all that the host does for a step."""
+    """Measures one verify step: from tokens that are there to the next launch, and all that the host does for a step."""
     loop, replays = make_loop(rows, drafts)
     for _ in range(WARM_UP):
         loop.step()

@@ -88,7 +88,7 @@ Made = tuple[StepLoop, StepThread, Any]  # see VerifyBench.loop
 
 
 class Generated(NamedTuple):
-    """Of OUTPUT tokens a row on average. ms: of a step. accepted: part of the drafted tokens."""
+    """The figures of OUTPUT tokens a row on average. ms: of a step. accepted: part of the drafted tokens."""
 
     seconds: float
     ms: Measured
@@ -151,7 +151,7 @@ class Overruled:
 
 
 class OverruledOnDevice(NextDrafts):
-    """As Overruled, for drafts that stay on the device."""
+    """Overruled, for drafts that stay on the device."""
 
     holds = wrong = torch.zeros(())  # on the device, for graphs
 
@@ -185,8 +185,8 @@ class VerifyBench(Bench):
 
     @contextmanager
     def loop(self, rows: int, drafted: int, holds: float = 0.0) -> Iterator[Made]:
-        """Of a decode worker, and who signals that KV is there. drafted: most tokens of a draft; 0: no drafter. holds:
-        see Overruled; prompt lookup's follows from the prompts."""
+        """Makes the loop of a decode worker, and the peer that signals its KV. drafted: most tokens of a draft; 0: no
+        drafter. holds: see Overruled; prompt lookup's follows from the prompts."""
         fabric = FakeFabric(2, MAILBOX, num_pages=1, num_signals=mailbox_rows(rows, 2))
         sender, receiver = fabric.joined()
         speculation = SpeculationSettings(self._method, drafted, MOST_TOKENS, 1)
@@ -298,7 +298,7 @@ class VerifyBench(Bench):
 
 
 def measure(name: str, options: argparse.Namespace, budget: Budget) -> dict[str, Any]:
-    """Of one model, as far as the budget goes."""
+    """Measures one model, as far as the budget goes."""
     result, plain = measure_ngram(VerifyBench(name, options.rows), options, budget)
     torch.cuda.empty_cache()
     if EAGLE3 in options.drafters:
@@ -332,7 +332,7 @@ def numbers_of(drafting: Generated, plain: Generated, holds: float) -> dict[str,
 def measure_ngram(
     bench: VerifyBench, options: argparse.Namespace, budget: Budget
 ) -> tuple[dict[str, Any], dict[int, Generated]]:
-    """And plain steps, by rows."""
+    """Returns the result, and plain steps by rows."""
     without: dict[int, Generated] = {}
     result: dict[str, Any] = {"capture_s": round(bench.capture_verification_seconds, 2)}
     for rows in budget.within(options.rows):
@@ -360,7 +360,7 @@ def title(rows: int) -> str:
 
 
 def targets_of(results: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of measure()'s results by model."""
+    """Returns the targets. results: measure()'s by model."""
     targets = []
     for name, result in results.items():
         for (rows, drafted), limit in VERIFY_LIMITS.items():

@@ -112,7 +112,7 @@ def generate(engine: Any, rows: int, holds: float, *, counts: bool) -> dict[str,
 
 
 def measure(method: str, synthetic: float, options: argparse.Namespace) -> dict[str, Any]:
-    """In this process, of one engine."""
+    """Measures one engine in this process."""
     result: dict[str, Any] = {}
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:

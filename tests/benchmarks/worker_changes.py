@@ -54,7 +54,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Change:
-    """Of all streams in its time."""
+    """The figures of all streams during a change."""
 
     seconds: float
     gap: float
@@ -105,7 +105,7 @@ class Streams:
         return tokens
 
     def during(self, act: Callable[[], object]) -> Change:
-        """What they notice of it."""
+        """Acts, and returns what the streams notice."""
         begin = time.monotonic()
         running = [stream for stream in self.all if not stream.attempts]
         act()

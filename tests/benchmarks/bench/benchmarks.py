@@ -68,7 +68,7 @@ class Figure:
 
 
 def find_benchmarks(names: Sequence[str]) -> list[Benchmark]:
-    """Those named, or all. Raises UsageError."""
+    """Returns the named benchmarks, or all. Raises UsageError."""
     found = {
         path.stem: Benchmark(path.stem)
         for path in sorted(FOLDER.glob("*.py"))
@@ -107,7 +107,7 @@ def write_outcome(outcome: Outcome, folder: Path) -> None:
 
 
 def rows_of(result: dict[str, Any]) -> list[Figure]:
-    """Its targets, or every number in it by a dotted name."""
+    """Returns a row for each target, or for every number by its dotted name."""
     if "targets" not in result:
         return [Figure(name, value) for name, value in _numbers(result)]
     return [_row(target) for target in result["targets"]]

@@ -1,4 +1,4 @@
-"""What `tandem bench` does in this checkout."""
+"""Lists and runs benchmarks for `tandem bench` in this checkout."""
 
 from collections.abc import Sequence
 from pathlib import Path

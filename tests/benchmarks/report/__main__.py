@@ -22,7 +22,7 @@ COMMAND = "python -m tests.benchmarks.report"
 
 
 def pages(results: Path, decisions: Path) -> dict[Path, str]:
-    """What each generated page should hold, by its path."""
+    """Returns the text of each generated page, by its path."""
     return {
         results.with_name("RESULTS.md"): headlines_page(results),
         decisions / "README.md": index_of(decisions),

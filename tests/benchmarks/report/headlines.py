@@ -112,7 +112,7 @@ def _wrapped(text: str, indent: str = "") -> str:
 
 
 def _rest(records: Sequence[Mapping[str, Any]]) -> str:
-    """How many targets are reached, and the commands that print everything else."""
+    """Reports how many targets are reached, and the commands that print everything else."""
     targets = [row for record in records for row in target_rows(record)]
     reached = sum(not row.missed for row in targets)
     command = "`python -m tests.benchmarks.report targets`"

@@ -1,4 +1,4 @@
-"""What `python -m tests.benchmarks.report NAME` prints: all numbers of a benchmark, missed targets, or GPU coverage."""
+"""Prints for `python -m tests.benchmarks.report NAME` all numbers of a benchmark, missed targets, or GPU coverage."""
 
 import json
 from collections.abc import Mapping, Sequence

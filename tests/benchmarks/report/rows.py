@@ -14,7 +14,7 @@ Measured = tuple[int, dict[str, Any]]  # which run, counted from 1 for the newes
 
 @dataclass(frozen=True)
 class Target:
-    """What a number should be: at most or at least so much."""
+    """The limit of a number: at most or at least so much."""
 
     limit: float
     at_most: bool
@@ -44,7 +44,7 @@ class Row:
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
-    """Of all benchmarks, in the order of their files' names."""
+    """Returns the records of all benchmarks, in the order of their files' names."""
     paths = [path for path in sorted(folder.glob("*.json")) if path.stem not in NO_RECORDS]
     return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
 
@@ -84,7 +84,7 @@ def _run(record: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def _newest_first(record: Mapping[str, Any], named: Any) -> dict[str, list[Measured]]:
-    """By name, what each run that has it measured."""
+    """Returns by name what each run that has it measured, the newest run first."""
     found: dict[str, list[Measured]] = {}
     for number, run in enumerate(reversed(record["runs"]), 1):
         for name, measured in named(run):

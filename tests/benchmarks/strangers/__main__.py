@@ -54,7 +54,7 @@ class Stage:
     gateway_pid: int
 
     def quiet(self, seconds: float) -> tuple[Seen, float]:
-        """What the honest client saw, and the part of a core that the gateway took."""
+        """Returns what the honest client saw, and the part of a core that the gateway took."""
         before = cpu_seconds(self.gateway_pid)
         self.honest.send(seconds)
         seen = self.honest.recv()
@@ -88,7 +88,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def numbers_of(phases: Sequence[tuple[Seen, float]]) -> dict[str, Any]:
-    """Of one phase or more."""
+    """Returns the numbers of one phase or more."""
     numbers: dict[str, Any] = {}
     for call in CALLS:
         seconds = [one for seen, _ in phases for one in seen.seconds[call]]
@@ -141,7 +141,7 @@ def run(given: Any) -> dict[str, dict[str, Any]]:
 
 
 def summary(found: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What run() found, with one number an attack to record: the most that it adds to any p99."""
+    """Sums up what run() found, with one number an attack to record: the most that it adds to any p99."""
     calm, attacks = found["quiet"], {name: numbers for name, numbers in found.items() if name != "quiet"}
     p99 = {call: f"{call}_p99_ms" for call in CALLS}
     more = {name: rounded(max(one[key] - calm[key] for key in p99.values())) for name, one in attacks.items()}

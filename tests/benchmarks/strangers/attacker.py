@@ -14,7 +14,8 @@ NICE = 10
 
 
 def attack(pipe: Connection, target: Target) -> None:
-    """In a process of its own: makes the attack that it is given, with so many connections, until it is told to end."""
+    """Attacks in a process of its own: makes the attack that it is given, with so many connections, until it is told to
+    end."""
     os.nice(NICE)
     while (given := pipe.recv()) is not None:
         name, connections = given

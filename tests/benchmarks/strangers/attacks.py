@@ -1,4 +1,4 @@
-"""What an attack of the benchmark is."""
+"""The parts of an attack on a cluster."""
 
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -19,12 +19,12 @@ class Target:
 
     @property
     def security(self) -> ClientSecurity:
-        """Of a client that has the token."""
+        """The security of a client that has the token."""
         return ClientSecurity(token=self.token, tls_ca=self.tls_ca)
 
 
 Answers = Counter[str]
-"""What attackers were told, and how often. Each attack counts what it likes."""
+"""The answers that attackers got, and how often. Each attack chooses what it counts."""
 
 Attack = Callable[[Target, Answers], Awaitable[None]]
 """The life of one attacking connection. It is called again when it ends or fails, until the phase is over. Then it is

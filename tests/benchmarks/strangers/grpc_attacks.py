@@ -22,7 +22,7 @@ MANY = 1000  # connections, of an attack with a small part on each
 NAMES = {GOAWAY: "goaway", RESET: "reset", HEADERS: "answered"}
 
 Frames = Callable[[int], bytes]
-"""What is sent of a number, counted from 0."""
+"""Makes the bytes to send for a number, counted from 0."""
 
 
 def frame(kind: int, flags: int = 0, stream: int = 0, payload: bytes = b"") -> bytes:
@@ -199,13 +199,13 @@ async def unknown_frames(target: Target, answers: Answers) -> None:
 
 
 async def empty_data(target: Target, answers: Answers) -> None:
-    """Of one call that never ends."""
+    """Sends empty DATA frames of one call that never ends."""
     begun = frame(HEADERS, END_HEADERS, 1, call_headers(GENERATE, target.token))
     await flood(target, answers, lambda number: frame(DATA, 0, 1) if number else begun)
 
 
 async def continuations(target: Target, answers: Answers) -> None:
-    """Of headers that never end."""
+    """Sends CONTINUATION frames of headers that never end."""
     begun = frame(HEADERS, 0, 1, call_headers(GENERATE, target.token))
     more = frame(CONTINUATION, 0, 1, literal("x", "y"))
     await flood(target, answers, lambda number: more if number else begun)

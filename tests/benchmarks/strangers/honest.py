@@ -1,4 +1,4 @@
-"""What an honest client sees of a gateway: its calls one after another, over each frontend."""
+"""An honest client of a gateway: makes its calls one after another, over each frontend."""
 
 import asyncio
 import json
@@ -86,7 +86,7 @@ class Honest:
 
 
 def be_honest(pipe: Connection, target: Target) -> None:
-    """In a process of its own: calls for as many seconds as it is asked to, and gives what it has Seen."""
+    """Calls in a process of its own for as many seconds as it is asked to, and sends what it has Seen."""
     if target.tls_ca is not None:
         os.environ["SSL_CERT_FILE"] = target.tls_ca
     while (seconds := pipe.recv()) is not None:

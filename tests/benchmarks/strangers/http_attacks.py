@@ -213,7 +213,7 @@ async def broken_handshakes(target: Target, answers: Answers) -> None:
 
 
 def client_hello() -> bytes:
-    """What a client says first over TLS."""
+    """Returns a client's first bytes over TLS."""
     outgoing = ssl.MemoryBIO()
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

@@ -82,7 +82,7 @@ class AdaptedModel:
         return found
 
     def logits(self, sequence: int, token: int) -> Tensor:
-        """Of an eager step of one row."""
+        """Returns the logits of an eager step of one row."""
         return self.runner.launch(Batch([sequence]), np.array([token]), None)[0]
 
     def in_chunks(self, prompts: Mapping[int, Sequence[int]], splits: Mapping[int, int]) -> list[int]:

@@ -21,7 +21,7 @@ SIZE = 0.4  # of random numbers: with it an adapter of any family changes tokens
 
 
 def modules_of(model: "PreTrainedModel", targets: Sequence[str]) -> dict[str, torch.nn.Linear]:
-    """By name, those that PEFT would change."""
+    """Returns the modules that PEFT would change, by name."""
     ends = tuple(f".{one}" for one in targets)
     return {
         name: module

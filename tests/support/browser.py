@@ -69,7 +69,7 @@ class Tab:
         return result["result"].get("value")
 
     def text(self, selector: str = "body") -> str:
-        """What a reader sees of it; empty where it is hidden or not there."""
+        """Returns the text that a reader sees in an element; empty if it is hidden or missing."""
         return self.run(
             f"((one) => one && one.checkVisibility() ? one.innerText : '')(document.querySelector({selector!r}))"
         )
@@ -134,7 +134,7 @@ class Tab:
 
 @contextmanager
 def open_tab() -> Iterator[Tab]:
-    """In a browser of its own, which ends with the context."""
+    """Opens a tab in a browser of its own, which ends with the context."""
     assert CHROMIUM is not None
     (theirs_in, ours_out), (ours_in, theirs_out) = os.pipe(), os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:

@@ -41,7 +41,7 @@ class Zeros:
 
 @dataclass(eq=False)
 class Request:
-    """What speculation reads of one."""
+    """The parts of a request that speculation reads."""
 
     sequence_id: int
     max_tokens: int

@@ -35,7 +35,7 @@ Floats = NDArray[np.float32]
 
 
 def byte_tokenizer(*, ends: bool = True) -> Tokenizer:
-    """Of bytes and a few words. ends: it puts EOS behind a text, as Qwen3-Embedding's does."""
+    """Makes a tokenizer of bytes and a few words. ends: it adds EOS to a text, as Qwen3-Embedding's does."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -107,7 +107,7 @@ def write_modules(folder: Path, pooling: str, *, normalizes: bool, include_promp
 
 
 def loop_of(worker: Worker) -> StepLoop:
-    """Of a worker that serves."""
+    """Returns the loop of a worker that serves."""
     assert worker._loop is not None
     return worker._loop
 
@@ -117,7 +117,7 @@ def write(path: Path, value: Mapping[str, Any] | list[Any]) -> None:
 
 
 class EmbeddingOracle:
-    """What sentence-transformers makes of texts with these files."""
+    """The vectors that sentence-transformers makes of texts with these files."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -167,7 +167,7 @@ class EmbeddingOracle:
 
     @torch.inference_mode()
     def score(self, query: str, document: str, instruction: str = INSTRUCTION) -> float:
-        """As Qwen3-Reranker's model card computes it: the parts are tokenized one by one."""
+        """Scores as Qwen3-Reranker's model card does: the parts are tokenized one by one."""
         before, behind = (self.tokenizer(part, add_special_tokens=False)["input_ids"] for part in QWEN3_RERANKER)
         text = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
         middle = self.tokenizer(text, add_special_tokens=False)["input_ids"]

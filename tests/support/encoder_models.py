@@ -121,7 +121,7 @@ class EncoderRunner:
         return [list(one) for one in zip(*found[1:], strict=True)]
 
     def verify(self, tokens: list[list[int]]) -> list[int]:
-        """What follows each of tokens[i], the next ones of sequence i."""
+        """Returns the token that follows each of tokens[i], the next tokens of sequence i."""
         rows = list(range(len(tokens)))
         sampling = SampleBatch.from_params([SamplingParams(temperature=0)] * len(rows))
         positions = np.array([self.cache.num_tokens(row) + 1 for row in rows], np.int64)

@@ -22,7 +22,7 @@ SETTINGS: dict[str, Any] = {
 
 
 def storm_prompts(count: int) -> list[list[int]]:
-    """Of five beginnings."""
+    """Makes prompts with five beginnings."""
     begins = [random_prompt(60, number) for number in range(5)]
     return [begins[number % 5][: 30 + number % 31] + random_prompt(20, number) for number in range(count)]
 

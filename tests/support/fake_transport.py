@@ -42,7 +42,7 @@ class _Issued:
 
 @dataclass
 class _Memory:
-    """What one PE offers to the others, and what is on its way there."""
+    """The memory that one PE offers to the others, and the writes on their way there."""
 
     pools: list[PagePool]
     mailbox: Int64Array
@@ -184,7 +184,7 @@ class FakeFabric:
             writes.pop().land()
 
     def _land_before(self, memory: _Memory, sender: int, number: int) -> None:
-        """What that sender issued towards `memory` before `number`; into a PE that was killed nothing lands."""
+        """Lands what that sender issued towards `memory` before `number`. Nothing lands in a PE that was killed."""
         mine = [write for write in memory.in_flight if write.sender == sender and write.number < number]
         memory.in_flight[:] = [write for write in memory.in_flight if write not in mine]
         self._land(mine, len(mine) if memory.alive else 0)

@@ -1,4 +1,4 @@
-"""What a Triton kernel takes of a Hopper multiprocessor: Triton compiles it there for any GPU, without one."""
+"""Measures what a Triton kernel takes of a Hopper multiprocessor. Triton compiles for it on any machine, without a GPU."""
 
 import json
 import os
@@ -18,8 +18,8 @@ STRIDES = ("_token", "_head", "_apart", "_elements")  # how names end of numbers
 
 @dataclass(frozen=True)
 class Taken:
-    """By a program. registers: of a thread; shared_bytes: with those that the system takes; narrow_loads: instructions
-    that load less than 4 bytes from memory, which Triton writes where it knows of no better alignment."""
+    """The resources that a program takes. registers: of a thread; shared_bytes: with the system's own; narrow_loads:
+    instructions that load less than 4 bytes from memory, which Triton writes where it knows of no better alignment."""
 
     registers: int
     shared_bytes: int
@@ -27,8 +27,8 @@ class Taken:
 
 
 def taken(kernel: Any, fixed: Mapping[str, Any], types: Mapping[str, str], **options: Any) -> Taken:
-    """Not under Triton's interpreter. fixed: by a parameter's name its constexpr; types: those of the others, but for
-    pointers to bfloat16 and STRIDES."""
+    """Compiles the kernel; not under Triton's interpreter. fixed: constexprs by the parameter's name; types: of the
+    others, but for pointers to bfloat16 and STRIDES."""
     from triton import compile as compile_kernel
     from triton import knobs
     from triton.backends.compiler import GPUTarget

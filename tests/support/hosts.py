@@ -25,7 +25,7 @@ START_ATTEMPTS = 3
 
 
 def can_make_hosts() -> bool:
-    """Whether this user may make network namespaces here."""
+    """Returns whether this user may make network namespaces here."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         return False
     name = f"tandem-probe-{os.getpid()}"
@@ -84,7 +84,7 @@ class Hosts:
         return f"{self.addresses[0]}:{self._ray_port}"
 
     def start_ray(self, host: int, cpus: int = NODE_CPUS, niceness: int = 0) -> None:
-        """Its head on the first host. niceness: of the processes that Ray starts there."""
+        """Starts a Ray node; the first host has the head. niceness: of the processes that Ray starts there."""
         if self._stored is not None:
             self._stored.mkdir(exist_ok=True)
         head = ["--head", f"--port={self._ray_port}", "--include-dashboard=false", f"--temp-dir={self.home / 'ray'}"]
@@ -181,7 +181,7 @@ def hosts(count: int, *, remembers: bool = False) -> Iterator[Hosts]:
 
 
 def process_name(pid: int) -> str:
-    """As the kernel keeps it; empty where there is no such process."""
+    """Returns the name that the kernel keeps; empty if there is no such process."""
     try:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:

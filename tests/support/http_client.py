@@ -31,7 +31,7 @@ def answer(address: str, path: str, **body: Any) -> dict[str, Any]:
 
 
 def events(lines: Iterator[str]) -> Iterator[Any]:
-    """What each event of a stream holds; the last must be [DONE]."""
+    """Yields the content of each event of a stream; the last must be [DONE]."""
     for line in lines:
         if line == "data: [DONE]":
             assert not [rest for rest in lines if rest]
@@ -60,7 +60,7 @@ def chunks(address: str, path: str, **body: Any) -> list[Any]:
 
 
 def refused(response: httpx.Response, status: int) -> dict[str, Any]:
-    """What an error says of itself, of the form that OpenAI's clients read."""
+    """Returns the error of a response, in the form that OpenAI's clients read."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
     assert list(response.json()) == ["error"]

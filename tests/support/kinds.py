@@ -1,4 +1,4 @@
-"""What tests ask of a layer group's kind."""
+"""Reads and changes a layer group's kind for tests."""
 
 from dataclasses import replace
 from typing import Any, cast
@@ -12,7 +12,7 @@ from tandem.cache.plan.layout import KVLayout
 
 
 def latent_rank(group: LayerGroup) -> int | None:
-    """How many numbers of an entry are not rotated, of latents; None: K and V are kept."""
+    """Returns how many numbers of a latent entry are not rotated; None if the group keeps K and V."""
     return group.kind.rank if isinstance(group.kind, Latent) else None
 
 
@@ -25,7 +25,7 @@ def is_beside(group: LayerGroup) -> bool:
 
 
 def is_shared(group: LayerGroup) -> bool:
-    """Whether K and V are the same numbers."""
+    """Returns whether K and V are the same numbers."""
     return isinstance(group.kind, Shared)
 
 

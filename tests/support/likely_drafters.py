@@ -34,7 +34,7 @@ def make_llama(folder: Path) -> Path:
 
 
 def make_mtp(folder: Path, arch: str = "glm4_moe") -> Path:
-    """With a layer for multi-token prediction."""
+    """Makes a model with a layer for multi-token prediction."""
     make_checkpoint(folder, arch, seed=3, mtp=True)
     return folder
 
@@ -78,7 +78,7 @@ def make_head(folder: Path, target: Path) -> Path:
 
 
 def _faint(tensors: Tensors) -> Tensors:
-    """With layers that add little."""
+    """Scales output projections so that layers add little."""
     return {name: tensor * ADDED if name.endswith(OUTPUTS) else tensor for name, tensor in tensors.items()}
 
 

@@ -85,7 +85,7 @@ class LocalProcesses(Processes):
 
 
 class LocalGroup(ProcessGroup, Generic[Member]):
-    """Of members that `start` makes, with nothing set aside for them."""
+    """A group of members that `start` makes, with no resources reserved for them."""
 
     def __init__(self, members: list[Member], start: Callable[[Sequence[ActorSpec]], list[Member]]) -> None:
         self._members = members

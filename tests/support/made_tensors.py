@@ -1,4 +1,4 @@
-"""How much memory operations of torch take for what they make."""
+"""Measures how much memory torch's operations take for their results."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What sampling parameters do to logits, as vLLM documents it: in lists and loops, one token at a time."""
+"""Changes logits by sampling parameters as vLLM documents it: in lists and loops, one token at a time."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any

@@ -26,7 +26,7 @@ def naive_conv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def naive_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As chunk_delta_rule."""
+    """Computes chunk_delta_rule token by token."""
     state, outputs = state.double().clone(), []
     for token in range(q.shape[0]):
         for head in range(q.shape[1]):
@@ -40,7 +40,7 @@ def naive_delta_rule(
 def naive_ssd(
     x: Tensor, b: Tensor, c: Tensor, log_decay: Tensor, delta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """As chunk_ssd."""
+    """Computes chunk_ssd token by token."""
     state, outputs, served = state.double().clone(), [], x.shape[1] // b.shape[1]
     for token in range(x.shape[0]):
         read = []

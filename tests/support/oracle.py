@@ -1,4 +1,4 @@
-"""What transformers generates: greedy, float32, without padding."""
+"""Tokens that transformers generates: greedy, float32, without padding."""
 
 from collections.abc import Sequence
 from copy import deepcopy

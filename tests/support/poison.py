@@ -12,7 +12,7 @@ from tandem.cache.plan.arrays import Int32Array
 
 
 def poison_free_pages(cache: PagedKVCache, pools: Sequence[Tensor]) -> None:
-    """From now on, and what is free now. Called on the thread that owns the cache."""
+    """Fills free pages with NaN, now and whenever a page becomes free. Called on the thread that owns the cache."""
     for allocator, pool in zip(cache._pools.allocators, pools, strict=True):
         pool[np.flatnonzero(allocator._free)] = float("nan")
         allocator._lower = partial(_lower, allocator, pool)  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""Which process host has asked for a process: no parent tells it, for a fork server has forked it."""
+"""Finds the process host that has asked for a process. Its parent does not tell, for a fork server has forked it."""
 
 import os
 from collections.abc import Iterable

@@ -83,7 +83,7 @@ class PromptRunner:
             self.runner.capture_prompts(CAPTURED, self.counting(capture))
 
     def counting(self, capture: Capture) -> Capture:
-        """What captures as it does counts in `replays`."""
+        """Wraps a capture so that its replays count in `replays`."""
 
         def counted(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
             inner = capture(compute)
@@ -138,8 +138,8 @@ class RunInOnePlace:
 
 
 def assert_same_kv(ours: PromptRunner, theirs: PromptRunner, tolerance: float, mostly: float = 1.0) -> None:
-    """Of all sequences, at least of that share of a sequence's tokens; nobody has written anywhere else. Where it is
-    not 1, one token of a short sequence may differ, too."""
+    """Compares K and V of all sequences, of at least that share of a sequence's tokens; nobody has written anywhere
+    else. If the share is not 1, one token of a short sequence may differ, too."""
     for sequence in range(len(WHOLE)):
         if sequence not in theirs.cache._table:
             continue  # not in every program

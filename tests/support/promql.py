@@ -1,5 +1,5 @@
-"""As much of PromQL as the Grafana board and the alerts speak, over recorded scrapes: selectors; rate, increase, delta;
-sum, min, max; absent; histogram_quantile; arithmetic, comparisons, `and`."""
+"""The part of PromQL that the Grafana board and the alerts use, over recorded scrapes: selectors; rate, increase,
+delta; sum, min, max; absent; histogram_quantile; arithmetic, comparisons, `and`."""
 
 import operator
 import re
@@ -208,7 +208,7 @@ def _increase(values: Sequence[float], seconds: float) -> float:
 
 
 Change = Callable[[Sequence[float], float], float]
-"""From a series' values, and the seconds from the first to the last."""
+"""A change computed from a series' values, and the seconds from the first to the last."""
 CHANGES: dict[str, Change] = {
     "rate": lambda values, seconds: _increase(values, seconds) / seconds,
     "increase": _increase,

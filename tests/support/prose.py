@@ -1,7 +1,7 @@
-"""How long the sentences of Markdown files are: `python -m tests.support.prose [FILE …]`.
+"""Measures how long the sentences of Markdown files are: `python -m tests.support.prose [FILE …]`.
 
-Prints the share of sentences with at most MOST_WORDS words, and with --long the others. Exits with 1 where the share
-of a file is below LEAST_SHARE. Code blocks, tables and headings are no sentences.
+Prints the share of sentences with at most MOST_WORDS words, and with --long the others. Exits with 1 where the share of
+a file is below LEAST_SHARE. Code blocks, tables and headings are no sentences.
 """
 
 import argparse
@@ -24,7 +24,7 @@ END = re.compile(r"(?<=[.!?])[)\"*_]*\s+(?=[^a-z])")  # a full stop before a sma
 
 
 def sentences(markdown: str) -> list[str]:
-    """Those of paragraphs and list items, each in one line, with at least LEAST_WORDS words."""
+    """Returns the sentences of paragraphs and list items, each in one line, with at least LEAST_WORDS words."""
     text = LINK.sub(r"\1", FENCED.sub("\n", markdown))
     found = (sentence for block in _blocks(text.splitlines()) for sentence in END.split(block))
     return [sentence for sentence in found if num_words(sentence) >= LEAST_WORDS]
@@ -36,7 +36,7 @@ def num_words(sentence: str) -> int:
 
 
 def share_of_short(markdown: str) -> float:
-    """In [0, 1]; 1 where there is no sentence."""
+    """Returns the share of short sentences, in [0, 1]; 1 if there is no sentence."""
     found = sentences(markdown)
     return sum(num_words(sentence) <= MOST_WORDS for sentence in found) / len(found) if found else 1.0
 

@@ -130,14 +130,14 @@ def all_but(kept: str, quantize: Quantize) -> Quantize:
 
 
 def by_rows(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """As llm-compressor, with scales in bfloat16."""
+    """Quantizes as llm-compressor does, with scales in bfloat16."""
     scales = (weight.abs().amax(dim=1, keepdim=True) / FP8_MAX).bfloat16()
     stored = (weight / scales.float()).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     return {name: stored, f"{name}_scale": scales, "meant": stored.float() * scales.float()}
 
 
 def by_tensor(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """As AutoFP8, which stores a scale of the activations, too."""
+    """Quantizes as AutoFP8 does, which stores a scale of the activations, too."""
     scale = weight.abs().max() / FP8_MAX
     stored = (weight / scale).to(torch.float8_e4m3fn)
     module = name.removesuffix(".weight")
@@ -146,14 +146,14 @@ def by_tensor(name: str, weight: Tensor) -> dict[str, Tensor]:
 
 
 def by_tensor_inverse(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """As Mistral, whose names are those of block scales."""
+    """Quantizes as Mistral does, whose names are the names of block scales."""
     made, module = by_tensor(name, weight), name.removesuffix(".weight")
     beside = {f"{name}_scale_inv": made[f"{name}_scale"], f"{module}.activation_scale": made[f"{module}.input_scale"]}
     return {name: made[name], **beside, "meant": made["meant"]}
 
 
 def by_tensor_of_one(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """As llm-compressor: scales of shape [1]."""
+    """Quantizes as llm-compressor does, with scales of shape [1]."""
     made = by_tensor(name, weight)
     return {name: made[name], f"{name}_scale": made[f"{name}_scale"].view(1), "meant": made["meant"]}
 

@@ -68,7 +68,8 @@ def random_regex(chance: random.Random) -> str:
 
 
 def random_rules(chance: random.Random) -> Rules:
-    """Its start is rule-0. A rule may use itself; its first alternative is a text alone, so that texts end."""
+    """Makes rules that start at rule-0. A rule may use itself; its first alternative is a text alone, so that texts
+    end."""
     names = [f"rule-{number}" for number in range(chance.randint(1, 4))]
     rules: Rules = {}
     for number, name in enumerate(names):
@@ -94,7 +95,7 @@ def as_gbnf(rules: Rules) -> str:
 
 
 def derives(rules: Rules, text: str) -> bool:
-    """Whether the grammar has the text, by the set of places where each rule can end."""
+    """Returns whether the grammar derives the text, by the set of places where each rule can end."""
 
     @cache
     def ends(symbol: str, begin: int) -> frozenset[int]:

@@ -96,7 +96,7 @@ def add_idle_keywords(schema: Any, chance: random.Random) -> Any:
 
 
 def _is_near(one: str, other: str) -> bool:
-    """Whether what one keyword asks for may depend on the other."""
+    """Returns whether the meaning of one keyword may depend on the other."""
     near = ({"if", "then", "else"}, {"contains", "minContains", "maxContains"})
     return one == other or any({one, other} <= words for words in near)
 
@@ -113,5 +113,5 @@ def random_value(chance: random.Random, depth: int = 0) -> Any:
 
 
 def valid(value: Any, schema: Any) -> bool:
-    """By the newest draft, which takes formats as notes."""
+    """Validates by the newest draft, which treats formats as annotations."""
     return jsonschema.Draft202012Validator(schema).is_valid(value)

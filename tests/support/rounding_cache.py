@@ -36,7 +36,7 @@ class RoundingKeys(DynamicCache):
 
 
 def round_latents(model: PreTrainedModel) -> None:
-    """From now on the model makes K and V of what is left of its latents in the rows of an FP8 cache."""
+    """Makes the model compute K and V from its latents as they remain in the rows of an FP8 cache."""
 
     def rounded(module: Module, inputs: Any, latents: Tensor) -> Tensor:
         return round_rows(latents.double(), latents.shape[-1]).to(latents.dtype)

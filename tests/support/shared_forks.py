@@ -7,7 +7,7 @@ VARIABLE = "TANDEM_TESTS_FORKED_BY"
 
 
 def share_fork_server() -> None:
-    """For this process, and those that it starts."""
+    """Shares one fork server between this process and the processes that it starts."""
     os.environ.setdefault(VARIABLE, f"tandem/forks/{secrets.token_hex(16)}")
 
 

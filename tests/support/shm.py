@@ -1,4 +1,4 @@
-"""What is left in /dev/shm, where other processes come and go meanwhile."""
+"""Finds names that are left in /dev/shm, where other processes come and go meanwhile."""
 
 import os
 import time

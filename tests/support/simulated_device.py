@@ -16,7 +16,8 @@ PROMPT = 2000  # tokens of each prompt
 def linear(
     forward: float = 0.004, token: float = 2e-5, position: float = 3e-8, pair: float = 1.2e-9, knee: int = 0
 ) -> Device:
-    """Of each forward a constant, until its tokens beyond `knee` take longer, and what reading KV takes."""
+    """A device that takes a constant time for each forward until its tokens beyond `knee` take longer, and time to read
+    KV."""
 
     def seconds(load: StepLoad) -> float:
         forwards = ((load.rows + load.joint, 1), (load.apart, load.forwards))

@@ -37,7 +37,7 @@ def slide_greedily(model: Any, prompt: Sequence[int], num_tokens: int, window: i
 
 
 def _masks(config: Any, kept: Tensor) -> Any:
-    """What the newest of the positions `kept` sees of them: a mask, or one for each kind of layer."""
+    """Returns what the newest of the positions `kept` sees of them: a mask, or one for each kind of layer."""
     seen = {"full_attention": torch.ones_like(kept, dtype=torch.bool)}
     if (window := getattr(config, "sliding_window", None)) is not None:
         seen["sliding_attention"] = kept > kept[-1] - window

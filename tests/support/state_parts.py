@@ -1,4 +1,4 @@
-"""What a rank keeps of recurrent states, cut out of whole ones head by head."""
+"""Cuts a rank's part of recurrent states out of whole ones, head by head."""
 
 import torch
 from torch import Tensor
@@ -23,8 +23,8 @@ def layout_of(shape: StateShape, shard: Shard, page_size: int) -> KVLayout:
 
 
 def part_of_entries(entries: Tensor, shape: StateShape, shard: Shard) -> Tensor:
-    """Of whole entries [..., numbers] those of a rank, which has the same number of heads as each other one, and all
-    heads that serve these."""
+    """Returns a rank's part of whole entries [..., numbers]. Each rank has the same number of heads, and all heads that
+    serve them."""
     if isinstance(shape, DeltaShape):
         serving, keys = shape.key_heads, (shape.key_heads, shape.key_dim)
         channels = keys, keys, (shape.value_heads, shape.value_dim)
@@ -46,7 +46,7 @@ def part_of_entries(entries: Tensor, shape: StateShape, shard: Shard) -> Tensor:
 
 
 def part_of_pools(pools: list[Tensor], shape: StateShape, shard: Shard) -> list[Tensor]:
-    """Of the pools of a whole model: KV heads of the first, numbers of the second."""
+    """Returns a rank's part of a whole model's pools: KV heads of the first, numbers of the second."""
     each = KV_HEADS // shard.size
     heads = slice(shard.rank * each, (shard.rank + 1) * each)
     return [pools[0][:, :, :, heads], part_of_entries(pools[1], shape, shard)]

@@ -12,7 +12,8 @@ STEADY = 0.003
 
 
 def watch_steps() -> None:
-    """In a process from which workers are forked: those that were asked for within steady() take their time."""
+    """Slows steps in a process from which workers are forked: workers that were asked for within steady() take their
+    time."""
     StepLoop.step = _slower(lambda: float(os.environ.get(VARIABLE, 0)))  # type: ignore[method-assign]
 
 
@@ -32,7 +33,7 @@ def steady(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def steady_here(seconds: float) -> Iterator[None]:
-    """As steady(), for workers of this process."""
+    """Does what steady() does, for workers of this process."""
     step = StepLoop.step
     StepLoop.step = _slower(lambda: seconds)  # type: ignore[method-assign]
     try:

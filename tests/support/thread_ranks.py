@@ -64,6 +64,6 @@ def ranks_in_turns(size: int) -> list[RankInTurns]:
 
 
 def on_all(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """What each rank's call gives, of calls that run side by side."""
+    """Runs the ranks' calls side by side, and returns their results."""
     with ThreadPoolExecutor(len(calls)) as pool:
         return [one.result() for one in [pool.submit(call) for call in calls]]

@@ -1,4 +1,4 @@
-"""How far results may be from a float64 reference, by dtype. Copies are not here: they match bit for bit."""
+"""Tolerances against a float64 reference, by dtype. Copies are not here: they match bit for bit."""
 
 from dataclasses import dataclass
 

@@ -129,7 +129,7 @@ class TvmCache(PagedKVCache):
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no sequence; pages may still drain or hold prefixes."""
+        """Returns whether there is no sequence; pages may still drain or hold prefixes."""
         return len(self._table) == 0
 
     def first_position(self, sequence: int) -> int:
@@ -148,5 +148,5 @@ class TvmCache(PagedKVCache):
         return self._marks.num_sent(self._table.row(sequence))
 
     def sends_done(self, sequence: int) -> bool:
-        """Whether all of its map has been issued; True without one."""
+        """Returns whether all of the sequence's map has been issued; True without a map."""
         return not self._marks.any_open(self._table.row(sequence))

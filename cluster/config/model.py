@@ -49,7 +49,7 @@ def model_name(path: str) -> str:
 
 
 def model_root(path: str) -> str:
-    """Returns the place where clients look for the tokenizer: the hub id of a snapshot, else the checkpoint's folder."""
+    """Returns where clients find the tokenizer: the hub id of a snapshot, else the checkpoint's folder."""
     return model_name(path) if Path(path).parent.name == "snapshots" else path
 
 

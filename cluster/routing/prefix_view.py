@@ -64,7 +64,7 @@ class PrefixView(Generic[Holder]):
         return len(self._masks)
 
     def apply(self, holder: Holder, report: Report) -> None:
-        """Applies a worker's removed keys, then its added ones. A whole report voids all earlier reports of the worker."""
+        """Applies a worker's removed keys, then its added ones. A whole report voids the worker's earlier reports."""
         if report.whole:
             self.drop(holder)
         masks = self._masks

@@ -170,7 +170,7 @@ def agreed_pages(config: ClusterConfig, rooms: Sequence[int], max_model_len: int
 
 
 def gateway_settings(config: ClusterConfig, model: ServedModel) -> GatewaySettings:
-    """Returns the settings of the first gateway process, as it first starts. GatewaySet derives all others from them."""
+    """Returns the settings of the first gateway process, as it first starts. GatewaySet derives all others."""
     return GatewaySettings(
         config,
         model,

@@ -112,7 +112,7 @@ def watch(pipe: Connection, addresses: GatewayAddresses, streams: int) -> None:
 
 
 def attack(pipe: Connection, target: Target) -> None:
-    """Attacks in a process of its own: for each name makes what it will send, says so, and attacks for so many seconds."""
+    """Attacks in a process of its own: for each name makes its messages, says so, and attacks for so many seconds."""
     os.nice(19)
     while (name := pipe.recv()) is not None:
         kind = ATTACKS[name]()

@@ -45,7 +45,7 @@ def milliseconds(call: Callable[[], Any], repeats: int) -> float:
 
 
 class Step:
-    """A step of `rows` sequences with `drafted` tokens each after their last, in a layer of `heads` states [dim, dim]."""
+    """A step of `rows` sequences, each with `drafted` tokens after its last. A layer has `heads` states [dim, dim]."""
 
     def __init__(self, rows: int, drafted: int, heads: int, dim: int) -> None:
         self.rows, self.tokens = rows, drafted + 1

@@ -228,7 +228,7 @@ async def measure_target(
 def tandem_targets(
     given: argparse.Namespace, model: Path, roles: str, more: dict[str, Any]
 ) -> Iterator[dict[str, TargetSpec]]:
-    """Yields targets by frontend, of a cluster that runs until the context ends. more: keys of its configuration."""
+    """Yields a cluster's targets by frontend, until the context ends. more: keys of its configuration."""
     overrides: dict[str, Any] = {"scheduler.roles": roles, "gateway.http_port": 0}
     if roles != "split":  # whose workers compute no prompts beside rows
         overrides["scheduler.token_share"] = given.token_share

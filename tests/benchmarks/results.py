@@ -65,7 +65,7 @@ def guarded(run: Callable[[], Numbers]) -> Numbers:
 
 
 def noted(result: Numbers, title: str, run: Callable[[], Numbers]) -> Numbers:
-    """Stores the numbers of run() under its title. Prints them on stderr at once, in case the benchmark is ended early."""
+    """Stores the numbers of run() under its title, and prints them on stderr at once, before a user ends the run."""
     began = time.perf_counter()
     result[title] = measured = guarded(run)
     print(f"{title}, after {time.perf_counter() - began:.1f} s: {json.dumps(measured)}", file=sys.stderr, flush=True)

@@ -146,7 +146,7 @@ def make_loop(rows: int, drafts: int) -> tuple[StepLoop, Replays]:
 
 
 def measure(rows: int, drafts: int) -> dict[str, float]:
-    """Measures one verify step: from tokens that are there to the next launch, and all that the host does for a step."""
+    """Measures one verify step: from its tokens to the next launch, and all that the host does for a step."""
     loop, replays = make_loop(rows, drafts)
     for _ in range(WARM_UP):
         loop.step()

@@ -1,4 +1,4 @@
-"""Measures what a Triton kernel takes of a Hopper multiprocessor. Triton compiles for it on any machine, without a GPU."""
+"""Measures what a Triton kernel takes of a Hopper multiprocessor. Triton compiles for it without a GPU."""
 
 import json
 import os

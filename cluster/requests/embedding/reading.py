@@ -278,5 +278,5 @@ class _Call:
 
 
 def queue_of_process(max_requests: int, max_tokens: int, priority_seconds: float) -> AdmissionQueue:
-    """Makes a queue for calls of this process alone: they wait for prompts' turns, and not for pages of decode workers."""
+    """Makes a queue for this process's calls: they wait for prompts' turns, and not for decode workers' pages."""
     return AdmissionQueue(max_requests, max_tokens, GatewayTable.alone(), priority_seconds=priority_seconds)

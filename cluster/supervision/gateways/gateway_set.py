@@ -179,7 +179,7 @@ class GatewaySet:
 
 
 class _Counts:
-    """The counts of all hosts' processes together, in a row as one host's processes have it. Owned by the set's thread."""
+    """The counts of all hosts' processes, in a row as one host's processes have it. Owned by the set's thread."""
 
     def __init__(self, num_islands: int) -> None:
         self.table = GatewayTable(mmap.mmap(-1, table_bytes(1, num_islands)), 1, num_islands)

@@ -1,4 +1,4 @@
-"""The ports and the table that one host's gateway processes share. The launcher owns them, or a process of that host."""
+"""The ports and table that a host's gateway processes share. The launcher or a process of the host owns them."""
 
 import threading
 from abc import ABC, abstractmethod

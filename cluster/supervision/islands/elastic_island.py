@@ -62,7 +62,7 @@ class ElasticIsland(Island):
 
     @property
     def turns(self) -> bool:
-        """True if a worker may get another role: a process keeps its rank, so both roles need equal numbers of ranks."""
+        """True if a worker may get another role: both roles need equal numbers of ranks."""
         return self._size(Role.PREFILL) == self._size(Role.DECODE)
 
     def takes(self, shape: Shape) -> bool:

@@ -1,4 +1,4 @@
-"""The common parts of all formats of tool calls: the begin of a call, its end, and text that turns out to be no call."""
+"""The common parts of all formats of tool calls: a call's begin and end, and text that turns out to be no call."""
 
 import json
 from collections.abc import Callable, Mapping

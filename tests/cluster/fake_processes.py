@@ -16,11 +16,11 @@ ADDRESS = "127.0.0.1:1"
 
 
 def no_answer(method: str) -> None:
-    """What most methods return."""
+    """Returns None, as most methods do."""
 
 
 def room_of_each(pages: Iterator[int]) -> Callable[[str], Any]:
-    """What processes answer that have room for so many pages, one after another."""
+    """Returns the answers of processes that have room for so many pages, one after another."""
     return lambda method: next(pages) if method == "pages_that_fit" else None
 
 
@@ -71,11 +71,11 @@ class FakeProcess(ActorProcess):
         return ANSWERS[method] if method in ANSWERS else self._answers(method)
 
     def awaits(self, method: str) -> bool:
-        """Whether a call of a silent method has no answer yet."""
+        """Returns whether a call of a silent method has no answer yet."""
         return any(name == method and not answer.done() for name, answer in self._pending)
 
     def answer_pending(self, method: str, result: object) -> None:
-        """What the first call of a silent method returns after all."""
+        """Answers the first call of a silent method after all."""
         next(answer for name, answer in self._pending if name == method and not answer.done()).set_result(result)
 
     def kill(self) -> None:

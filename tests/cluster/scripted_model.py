@@ -21,7 +21,7 @@ SAYS = '<think>Hm.</think>I look.\n<tool_call>\n{"name": "weather", "arguments":
 
 
 class Script:
-    """What the model writes next. Each request gets all of it."""
+    """The tokens that the model writes next. Each request gets all of them."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -44,7 +44,7 @@ def make_scripted(folder: Path) -> Path:
 
 
 def named_events(response: httpx.Response) -> list[dict[str, Any]]:
-    """Of a stream whose events are named as their types."""
+    """Returns the events of a stream, and checks that they are named as their types."""
     assert response.status_code == 200, response.text
     events = []
     for block in response.text.rstrip("\n").split("\n\n"):

@@ -37,7 +37,7 @@ class TestPlan:
 
     @pytest.mark.parametrize("before", [Shape(1, 1), Shape(2, 1), Shape(1, 3), Shape(4, 4)])
     def test_a_change_of_workers_leads_to_the_shape_by_as_few_as_possible(self, before: Shape) -> None:
-        """In places that are neither in order of roles nor without gaps."""
+        """The places are neither in order of roles nor without gaps."""
         now = {2 * place + place % 2: role for place, role in enumerate(reversed(before.roles))}
         for prefill, decode in itertools.product(range(1, 6), repeat=2):
             change = plan_change(now, Shape(prefill, decode))
@@ -104,7 +104,7 @@ def methods(process: FakeProcess) -> list[str]:
 
 
 def arguments_of(process: FakeProcess, method: str) -> list[Any]:
-    """What each call of the method was given."""
+    """Returns the arguments of each call of the method."""
     return [arguments for called, arguments in process.calls if called == method]
 
 
@@ -218,7 +218,7 @@ AT_ONCE = RECOVERY.model_copy(update={"drain_seconds": 0.0})
 def elastic(
     processes: FakeProcesses | None = None, recovery: RecoverySection = RECOVERY, ranks: tuple[int, int] = (1, 1)
 ) -> AbstractContextManager[Cluster]:
-    """Of two workers that cost no new epoch of the others."""
+    """Runs a cluster of two workers that change without a new epoch of the others."""
     return supervised(processes or FakeProcesses(keeps_places=True), transport="tcp", recovery=recovery, ranks=ranks)
 
 

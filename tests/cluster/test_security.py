@@ -220,7 +220,7 @@ def test_the_command_line_takes_token_and_certificates(
 def test_a_gateway_that_listens_everywhere_is_found_by_a_name(
     checkpoint: Path, token_file: str, servers: Authority, capsys: pytest.CaptureFixture[str], host: str
 ) -> None:
-    """Its certificate cannot name where it listens."""
+    """The certificate cannot name the address that the gateway listens on."""
     certificate, key = servers.issue("localhost")
     security = {"security.token_file": token_file, "security.tls_cert": certificate, "security.tls_key": key}
     with running_island(checkpoint, {"gateway.host": host, **security}) as island, ClusterLock("mine") as lock:

@@ -229,7 +229,7 @@ def test_a_gateway_that_goes_away_ends_the_batch_and_loses_nothing(
 def test_a_row_that_alone_fails_ends(
     batch: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As one does whose workers are lost each time. The last one, too, when there is no other row left."""
+    """A row ends like this when its workers are lost each time. The last row ends, too, when no other row is left."""
     monkeypatch.setattr(run, "TRIES", 3)
     monkeypatch.setattr(run, "LONGEST_PAUSE", 0.2)
     rows = [row(number) for number in range(8)]
@@ -245,7 +245,7 @@ def test_a_row_that_alone_fails_ends(
 def test_one_row_that_cannot_go_on_ends_the_others(
     model: Path, batch: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At once, though they wait for answers."""
+    """The others end at once, though they wait for answers."""
     write(tmp_path / "in.jsonl", [row(number) for number in range(3)])
     waits = threading.Event()
 

@@ -81,7 +81,7 @@ def test_a_machine_without_anything() -> None:
 
 
 def run(*words: str) -> int:
-    """Its exit code."""
+    """Runs the doctor, and returns its exit code."""
     with pytest.raises(SystemExit) as ended:
         cli.main(["doctor", *words])
     return int(ended.value.code or 0)
@@ -350,7 +350,7 @@ def test_a_gpu_that_others_fill_serves_nothing(monkeypatch: pytest.MonkeyPatch) 
 def test_a_flashinfer_that_does_not_serve_is_named(
     installed: str, serves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the doctor, and by whatever would load it."""
+    """The doctor names it, and so does whatever would load it."""
     monkeypatch.setattr(doctor, "version", lambda name: installed)
     monkeypatch.setattr(served_version, "version", lambda name: installed)
     reason = f"flashinfer-python is {installed}; 0.6 is accepted: pip install 'flashinfer-python==0.6.*'"

@@ -1,4 +1,5 @@
-"""What `tandem build-kernels` would compile, and how many compilers side by side. No compiler for a GPU runs here."""
+"""Tests what `tandem build-kernels` would compile, and with how many compilers at once. No compiler for a GPU runs
+here."""
 
 import json
 import os
@@ -125,7 +126,7 @@ class TestModules:
     def test_a_library_is_kept_where_flashinfer_looks_for_it(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """By an nvcc and a ninja that only write a file."""
+        """The nvcc and the ninja of this test only write a file."""
         asked: list[tuple[object, ...]] = []
 
         def generate(*options: object) -> SimpleNamespace:
@@ -158,7 +159,7 @@ class TestCubins:
         assert [title for title, _ in plan_cubins(biased, torch.bfloat16, HOPPER, 132)] == found[:-1]
 
     def test_weights_in_8_bits(self, qwen3: Path) -> None:
-        """Not those that are resident; and no megakernel multiplies by scales of 64 columns."""
+        """Resident kernels are left out; and no megakernel multiplies by scales of 64 columns."""
         model = load_model(qwen3)
         for block in (None, (128, 128), (128, 64)):
             quantized = replace(model, quantization=Quantization("fp8", block))

@@ -1,4 +1,4 @@
-"""Who compiles on a host, and when: by builders that only write files."""
+"""Tests which process of a host compiles, and when, with builders that only write files."""
 
 import errno
 import fcntl

@@ -1,4 +1,4 @@
-"""What `tandem up` finds before torch and Ray are imported. The words count: an operator has nothing else."""
+"""Tests what `tandem up` finds before torch and Ray are imported. The words count: an operator has nothing else."""
 
 import json
 import os
@@ -143,7 +143,7 @@ finally:
 
 
 def test_an_error_comes_before_torch_and_ray(model: Path, runtime_folder: Path) -> None:
-    """Whose imports take seconds, on a busy host a minute."""
+    """Importing both takes seconds, on a busy host a minute."""
     (model / "config.json").write_text(json.dumps({**FIELDS, "max_position_embeddings": 16}))
     words = (
         "up",

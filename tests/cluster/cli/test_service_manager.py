@@ -1,4 +1,4 @@
-"""What systemd is told, through a socket as it makes one."""
+"""Tests what systemd is told, through a socket as it makes one."""
 
 import logging
 import os

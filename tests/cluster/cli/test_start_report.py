@@ -1,4 +1,4 @@
-"""What `tandem up` says on stderr while it starts."""
+"""Tests what `tandem up` prints on stderr while it starts."""
 
 import io
 import re

@@ -1,4 +1,4 @@
-"""What the Python clients say of a prompt, as keywords: of chat templates, and of tokens."""
+"""Tests prompt options of the Python clients, as keywords: for chat templates, and for tokens."""
 
 import asyncio
 import json

@@ -67,7 +67,7 @@ def silenced(address: str) -> Iterator[tuple[str, threading.Event]]:
 
 
 def test_a_stream_of_a_gateway_that_fell_silent_goes_on_at_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In seconds, not in the 15 of other clients."""
+    """Shorter timeouts let the test take seconds, not the 15 of other clients."""
     shorter = {"grpc.keepalive_time_ms": 1000, "grpc.keepalive_timeout_ms": 500, "grpc.http2.ping_timeout_ms": 500}
     monkeypatch.setattr(client, "SEVERAL_OPTIONS", [*(dict(SEVERAL_OPTIONS) | shorter).items()])
     first, second = FakeGateway(hangs=True), FakeGateway()

@@ -44,7 +44,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def write_folder(folder: Path, **fields: Any) -> Path:
-    """What the gateway itself looks at."""
+    """Writes the files that the gateway itself looks at."""
     folder.mkdir(parents=True)
     config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"], **fields}
     (folder / "adapter_config.json").write_text(json.dumps(config))

@@ -65,7 +65,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 
 @pytest.fixture
 def batches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How gRPC's operations end, of both sides."""
+    """Counts how gRPC's operations end, on both sides."""
     ends, execute = Counter[str](), cygrpc.execute_batch
 
     async def counted(*arguments: Any) -> None:

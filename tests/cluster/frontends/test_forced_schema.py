@@ -18,7 +18,7 @@ def follows(calls: list[dict[str, Any]], schemas: dict[str, Any], most: int | No
 
 @pytest.mark.parametrize("most", [None, 1])
 def test_calls_follow_the_schemas_of_their_functions(most: int | None) -> None:
-    """Whose ids, anchors and definitions have the same names."""
+    """Their ids, anchors and definitions have the same names."""
     followed = 0
     for seed in range(100):
         chance = random.Random(seed)

@@ -1,4 +1,4 @@
-"""What tools and programs read over gRPC: services by reflection, and details of errors."""
+"""Tests what tools and programs read over gRPC: services by reflection, and details of errors."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -67,7 +67,7 @@ def failure(address: str, request: inference_pb2.GenerateRequest) -> grpc.RpcErr
 
 
 def details(error: Any) -> dict[str, Any]:
-    """By the names of their messages. Code and text are those that gRPC carries itself."""
+    """Returns the details by the names of their messages. Code and text are those that gRPC carries itself."""
     (packed,) = [value for key, value in error.trailing_metadata() if key == "grpc-status-details-bin"]
     status = status_pb2.Status.FromString(packed)
     assert (status.code, status.message) == (error.code().value[0], error.details())
@@ -140,7 +140,7 @@ def test_no_field_is_made_up(text: str) -> None:
 
 
 def test_long_texts_leave_room_for_what_clients_take() -> None:
-    """Which is 8 KiB of trailing metadata: the text, of which each byte may become three, and details in base64."""
+    """Clients take 8 KiB of trailing metadata: the text, of which each byte may become three, and details in base64."""
     for text in ("é" * 500, "x" * 1000, "語" * 500):
         held = details_of(3, f"text {text}", "INVALID_REQUEST", is_invalid=True)
         size = 3 * len(text.encode()) + sum(len(value) * 4 // 3 for _, value in held)

@@ -26,7 +26,7 @@ KINDS: list[tuple[Any, type[GenerationBody], dict[str, Any]]] = [
 
 
 def messages(texts: tuple[str, ...]) -> list[inference_pb2.GenerateResponse]:
-    """Of a request; each has one token more than the one before, and the last one ends it."""
+    """Makes the messages of a request; each has one token more than the one before, and the last one ends it."""
     return [
         inference_pb2.GenerateResponse(
             request_id="r",
@@ -47,7 +47,7 @@ def expected(kind: type[Answer], index: int, text: str, token_ids: bool) -> dict
 
 
 def data_of(blocks: Iterable[bytes]) -> str:
-    """Of one event."""
+    """Returns the data of one event."""
     event = b"".join(blocks).decode()
     assert event.startswith("data: ")
     assert event.endswith("\n\n")
@@ -81,7 +81,7 @@ def test_each_chunk_has_its_own_logprobs() -> None:
 
 
 def choice_of(answer: Answer, message: inference_pb2.GenerateResponse) -> dict[str, Any]:
-    """Of one message that is the whole answer."""
+    """Returns the choice of one message that is the whole answer."""
     answer.keep(message)
     return json.loads(b"".join(json_blocks(answer.choice())))
 
@@ -135,7 +135,7 @@ def test_completions_tell_parts_of_characters_apart() -> None:
 
 
 def test_alternatives_of_the_same_text_stay_apart() -> None:
-    """As bytes and pieces of SentencePiece; the chosen one has the text."""
+    """Bytes and pieces of SentencePiece can have the same text; the chosen token keeps it."""
     tokenizer = byte_fallback()
     piece, byte = tokenizer.encode("a")[0], 1 + ord("a")
     body = read_body(CompletionBody, json.dumps({"prompt": [5], "logprobs": 2}).encode())

@@ -1,4 +1,4 @@
-"""What one HTTP connection may cost the event loop, and what becomes of a client that is refused while it sends."""
+"""Tests what one HTTP connection may cost the event loop, and how a client is refused while it sends."""
 
 import asyncio
 import json
@@ -75,7 +75,7 @@ class Client:
         return await self.answer()
 
     async def is_ended(self) -> bool:
-        """Whether the server says nothing more. Waits until it ends the connection."""
+        """Waits until the server ends the connection. Returns whether the server says nothing more before."""
         return await self.reader.read() == b""
 
     async def say_until_closed(self, content: bytes, pause: float = 0.0) -> None:
@@ -88,7 +88,7 @@ class Client:
 
 @dataclass
 class Parsed:
-    """What h11 gave, by the turn of the event loop in which it did."""
+    """Counts what h11 parsed, by the turn of the event loop in which it did."""
 
     turn: int = 0
     events: Counter[int] = field(default_factory=Counter)
@@ -182,7 +182,7 @@ class TestTurns:
         opened.run(test, parsed)
 
     def test_so_are_those_of_many_connections(self, opened: Open, parsed: Parsed) -> None:
-        """And a small request beside them waits for none of them."""
+        """A small request beside them waits for none of them."""
 
         async def test() -> None:
             content = head(CHUNKED.rstrip()) + b"\r\n" + ONE_BYTE * 2000 + b"0\r\n\r\n"

@@ -88,7 +88,7 @@ class TestWhatIsRefused:
         ],
     )
     def test_requests_with_two_ends_or_none(self, quiet: OpenGateway, request_bytes: bytes, reason: str) -> None:
-        """What comes behind one of them is never read as a request."""
+        """Bytes after such a request are never read as a request."""
         ((status, body),) = ask(quiet, request_bytes + HELLO)
         assert status == 400
         assert reason in json.loads(body)["error"]["message"]
@@ -124,7 +124,7 @@ class TestHalfClosed:
     @pytest.mark.parametrize("version", [b"1.0", b"1.1"])
     @pytest.mark.parametrize("stream", [False, True])
     def test_it_may_wait(self, model: Path, monkeypatch: pytest.MonkeyPatch, stream: bool, version: bytes) -> None:
-        """What the server sends meanwhile, to see whether the client is there, is no part of the answer."""
+        """The server's looks at whether the client is there are no part of the answer."""
         monkeypatch.setattr("tandem.cluster.frontends.http.connection.LOOK_SECONDS", 0.01)
         with open_gateway(model, alone=True) as opened, connected(opened) as connection:
             opened.worker.step_seconds = 0.03

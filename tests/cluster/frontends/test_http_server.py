@@ -35,7 +35,7 @@ def tokens_of(parts: list[Any]) -> list[int]:
 
 @pytest.fixture(scope="module")
 def quiet(model: Path) -> Iterator[OpenGateway]:
-    """Its worker serves whatever comes."""
+    """Opens a gateway whose worker serves whatever comes."""
     with open_gateway(model) as opened:
         yield opened
 

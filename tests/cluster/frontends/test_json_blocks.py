@@ -58,7 +58,7 @@ class Client:
         self._round = 0
 
     async def send(self, message: MutableMapping[str, Any]) -> None:
-        """As a connection that takes all at once."""
+        """Takes all at once, as a fast connection does."""
         if message["type"] == "http.response.start":
             self.headers = dict(message["headers"])
             self.begun = self._round

@@ -32,7 +32,7 @@ PANICS = "x" * 30_000  # of the pre-tokenizer below, after a second
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its pre-tokenizer backtracks without end over a row of x."""
+    """Makes a checkpoint whose pre-tokenizer backtracks without end over a row of x."""
     folder = save_checkpoint("llama", tmp_path_factory.mktemp("large"))
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())[:94]  # of ASCII, as many as the vocabulary has room for
     tokenizer = tokenizers.Tokenizer(models.BPE({letter: number for number, letter in enumerate(letters)}, []))
@@ -92,7 +92,7 @@ def test_a_message_is_no_larger_than_a_small_model_needs(opened: OpenGateway) ->
 
 
 def test_a_large_body_is_read_in_another_process(opened: OpenGateway, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its answer and its refusals are those of a small one."""
+    """It is answered and refused as a small one is."""
     small: dict[str, Any] = {"prompt": "abc", "max_tokens": 2, "return_token_ids": True, "logprobs": 0}
     large = {**small, "metadata": {"padding": "p" * 200_000}}
 
@@ -148,7 +148,7 @@ def test_a_tokenizer_that_takes_too_long(opened: OpenGateway, monkeypatch: pytes
 
 
 def said(connection: socket.socket, last: bytes) -> bytes:
-    """What comes over it, up to a word of the last part."""
+    """Returns the connection's bytes up to the text `last`."""
     data = b""
     while last not in data:
         data += connection.recv(1 << 16)
@@ -193,7 +193,7 @@ class TestBudget:
             until(lambda: opened.gateway._bodies.held == 0)
 
     def test_a_request_counts_until_it_is_validated(self, model: Path) -> None:
-        """And what it came as is dropped, though its call goes on."""
+        """The bytes of its body are released then, though its call goes on."""
         large = {"prompt": "abc", "max_tokens": 2, "metadata": {"padding": "p" * 200_000}}
         with open_gateway(model, LIMITED, alone=True) as opened:
             asked = threading.Thread(target=answer, args=(opened.http, COMPLETIONS), kwargs=large)

@@ -43,7 +43,7 @@ def serves(gateway: OpenGateway, service: str) -> bool:
 
 
 def unready(gateway: OpenGateway) -> str:
-    """Why it is not ready, over HTTP. gRPC says the same, and that the gateway lives."""
+    """Returns why the gateway is not ready, over HTTP. gRPC reports the same, and that the gateway lives."""
     response = get(gateway.http, "/ready")
     assert response.status_code in (200, 503)
     assert get(gateway.http, "/health").status_code == 200

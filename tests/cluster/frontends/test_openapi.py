@@ -28,7 +28,7 @@ def document(opened: OpenGateway) -> dict[str, Any]:
 
 
 def schema(document: dict[str, Any], path: str) -> dict[str, Any]:
-    """Of the body that a route takes."""
+    """Returns the schema of the body that a route takes."""
     reference = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
     return document["components"]["schemas"][reference.removeprefix(SCHEMAS)]
 

@@ -117,7 +117,7 @@ def test_the_status_is_that_of_grpc(opened: OpenGateway) -> None:
 
 
 def test_foreign_names_get_no_status(folder: Path) -> None:
-    """Where no key guards it, as for all routes."""
+    """No key guards it here, as for all routes."""
     with open_gateway(folder) as gateway:
         assert get(gateway.http, "/status").status_code == 200
         assert get(gateway.http, "/", headers={"host": "tandem.example"}).status_code == 200

@@ -27,7 +27,7 @@ def browser() -> Iterator[Tab]:
 
 @pytest.fixture
 def tab(browser: Tab) -> Iterator[Tab]:
-    """Its scripts must do nothing that is refused, and call nobody but the gateway."""
+    """Yields a tab, whose scripts must do nothing that is refused, and call nobody but the gateway."""
     browser.complaints.clear()
     browser.asked.clear()
     yield browser
@@ -140,7 +140,7 @@ def test_metrics_on_another_port_are_not_missed(tab: Tab, folder: Path) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_is_readable(tab: Tab, folder: Path, scheme: str) -> None:
-    """In both schemes text stands out from what is behind it by 4.5 to 1, as WCAG asks."""
+    """In both schemes text contrasts with its background by 4.5 to 1, as WCAG asks."""
     with open_gateway(folder) as gateway:
         tab.colors(scheme)
         tab.open(f"http://{gateway.http}/")

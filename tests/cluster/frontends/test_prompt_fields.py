@@ -1,4 +1,5 @@
-"""What becomes of a prompt, and what answers tell of it: special tokens, truncation, ids, log-probabilities, usage."""
+"""Tests what happens to a prompt, and what answers tell of it: special tokens, truncation, ids, log-probabilities,
+usage."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,7 +37,7 @@ def island(model: Path) -> Iterator[Island]:
 
 @pytest.fixture(scope="module")
 def ids(model: Path) -> list[int]:
-    """Of TEXT, without the special token in front."""
+    """Returns the ids of TEXT, without the special token in front."""
     tokenizer = Tokenizer.from_folder(model)
     assert tokenizer is not None
     return tokenizer.encode(TEXT, add_special_tokens=False)

@@ -47,7 +47,7 @@ def connected(address: str) -> socket.socket:
 
 
 def ended(connection: socket.socket, said: bytes = b"") -> bool:
-    """Whether the server has closed it; `said` is sent first. Waits a moment for that."""
+    """Sends `said`, waits a moment, and returns whether the server has closed the connection."""
     connection.settimeout(DRIP_SECONDS)
     try:
         connection.sendall(said)
@@ -279,7 +279,7 @@ def whole_call(method: str, message: bytes) -> bytes:
 
 
 def pinged(connection: socket.socket) -> bytes:
-    """What the server's next ping holds. TimeoutError when none comes."""
+    """Returns the content of the server's next ping. TimeoutError if none comes."""
     while True:
         head = _all_of(connection, 9)
         payload = _all_of(connection, int.from_bytes(head[:3]))
@@ -288,7 +288,7 @@ def pinged(connection: socket.socket) -> bytes:
 
 
 def _answered(connection: socket.socket) -> bool:
-    """Whether a ping is answered; False where the server says that the connection ends."""
+    """Returns whether a ping is answered; False if the server announces the connection's end."""
     while True:
         head = _all_of(connection, 9)
         _all_of(connection, int.from_bytes(head[:3]))

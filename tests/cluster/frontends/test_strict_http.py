@@ -1,4 +1,4 @@
-"""What StrictHttp sends is what h11 sends."""
+"""Tests that StrictHttp sends what h11 sends."""
 
 import h11
 import pytest

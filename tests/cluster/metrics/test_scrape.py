@@ -1,4 +1,4 @@
-"""What /metrics says of requests through both frontends of a gateway whose workers answer as the test says."""
+"""Tests what /metrics reports of requests through both frontends of a gateway whose workers are scripted."""
 
 import re
 import threading

@@ -43,7 +43,7 @@ def table(processes: int = 2, process: int = 0, memory: mmap.mmap | None = None)
 
 
 def requests(claims: Claims) -> ActiveRequests:
-    """With no call under way. What it would need for one is missing."""
+    """Makes an ActiveRequests with no call under way. What it would need for a call is missing."""
     missing: Any = None
     validator: Any = SimpleNamespace(vocab_size=2)
     shared = claims._table

@@ -1,4 +1,4 @@
-"""What the gateway's processes see of each other."""
+"""Tests what the gateway's processes see of each other."""
 
 import mmap
 import multiprocessing

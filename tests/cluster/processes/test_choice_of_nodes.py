@@ -1,4 +1,4 @@
-"""Which of a Ray's nodes are chosen when one does not answer, and how far a group can grow on all of them."""
+"""Tests which of a Ray's nodes are chosen when one does not answer, and how far a group can grow on all of them."""
 
 import socket
 import time
@@ -18,7 +18,7 @@ NEED = [{"CPU": 1.0}]
 
 @pytest.fixture(autouse=True)
 def _nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Of one, 127.0.0.2, the raylet is gone, and Ray does not know it yet."""
+    """Makes three nodes. The raylet of 127.0.0.2 is gone, and Ray does not know it yet."""
     with socket.create_server(("127.0.0.3", 0)) as there, socket.create_server(("127.0.0.2", 0)) as gone:
         port, lost = there.getsockname()[1], gone.getsockname()[1]
         gone.close()
@@ -57,7 +57,7 @@ def test_a_group_that_only_shrinks_needs_no_room(where: Where) -> None:
 
 @pytest.mark.parametrize(("where", "fit"), [(ANYWHERE, 6), (Where(address="127.0.0.3"), 3)])
 def test_a_group_grows_into_what_its_cluster_leaves_and_no_further(where: Where, fit: int) -> None:
-    """What others have taken may be free soon, and is waited for."""
+    """Places that others have taken may be free soon, and the group waits for them."""
     held = {"127.0.0.2": {"CPU": 0.5}, "127.0.0.3": {"CPU": 1.0}, "127.0.0.9": {"CPU": 3.0}}
     check_growth(2, fit, {"CPU": 1.0}, where, held)
     needed = f"^{fit + 3} processes are needed, with 1.0 CPUs for each; at most {fit + 2} are accepted: 127.0.0."

@@ -1,4 +1,4 @@
-"""What Ray's autoscaler is asked for."""
+"""Tests what Ray's autoscaler is asked for."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Which node a group goes to."""
+"""Tests which node a group goes to."""
 
 from collections import Counter
 

@@ -92,7 +92,7 @@ def test_a_host_that_is_gone_is_probed_for_and_a_busy_server_is_not_gone() -> No
 
 
 def _probes(port: int) -> bool:
-    """Whether the watch's end of the connection has a timer of probes."""
+    """Returns whether the watch's end of the connection has a timer of probes."""
     with open("/proc/net/tcp", encoding="ascii") as connections:
         lines = [line.split() for line in connections]
     return any(line[2].endswith(f":{port:04X}") and line[5].startswith("02:") for line in lines)

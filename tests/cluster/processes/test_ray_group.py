@@ -1,4 +1,4 @@
-"""Where RayGroup puts processes, and which placement groups it gives back, with a Ray that only takes notes."""
+"""Tests where RayGroup puts processes, and which placement groups it gives back, with a Ray that only takes notes."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future

@@ -22,7 +22,7 @@ def test_an_address_without_a_ray_is_refused_before_ray_tries_it(address: str) -
 
 @pytest.mark.skipif(is_loopback(ray.util.get_node_ip_address()), reason="this machine has no other address")
 def test_a_service_of_this_machine_alone_is_no_ray() -> None:
-    """Such as a gateway: Ray would ask at the address that other machines know, for two minutes."""
+    """A gateway is one such: Ray would ask at the address that other machines know, for two minutes."""
     with socket.create_server(("127.0.0.1", 0)) as service:
         address = f"127.0.0.1:{service.getsockname()[1]}"
         with pytest.raises(StartFailed, match="a Ray that runs is accepted"):
@@ -36,7 +36,7 @@ def test_a_grpc_server_that_is_no_ray_is_refused() -> None:
 
 @pytest.mark.parametrize("said", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"SSH-2.0-x\r\n", b""])
 def test_what_speaks_otherwise_is_refused(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or says nothing at all."""
+    """A service that says nothing at all is refused, too."""
     monkeypatch.setattr("tandem.cluster.processes.ray_access.CONNECT_SECONDS", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         taken: list[socket.socket] = []

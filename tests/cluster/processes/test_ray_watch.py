@@ -1,4 +1,4 @@
-"""What is told, and what may be started, while Ray's GCS is away. Its servers are sockets."""
+"""Tests what is told, and what may be started, while Ray's GCS is away. Its servers are sockets."""
 
 import math
 import socket
@@ -115,7 +115,7 @@ def test_a_raylet_that_an_empty_gcs_has_ended_is_not_the_reason(joined: Watched)
 
 
 def test_the_gcs_of_an_own_ray_does_not_come_back(own: Watched) -> None:
-    """What cannot be started without it ends the cluster."""
+    """A start that needs the GCS ends the cluster."""
     own.end("GCS")
     until(lambda: own.told)
     assert own.told[0].endswith("nothing is started until tandem up is started again")

@@ -1,4 +1,4 @@
-"""How many bytes of requests may be under way."""
+"""Tests how many bytes of requests may be under way."""
 
 import pytest
 

@@ -75,7 +75,7 @@ def test_each_call_of_a_burst_is_served_or_told_when_to_come_again(model: Path) 
 
 
 def test_all_of_a_burst_are_served_in_the_end(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the client library, which sends again what was refused."""
+    """The client library sends refused requests again."""
 
     async def all_at_once(address: str, number: int) -> list[list[int]]:
         async def one(client: AsyncClient) -> list[int]:

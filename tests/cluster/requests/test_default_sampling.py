@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def islands(model: Path) -> Iterator[dict[str, Island]]:
-    """By what they take for defaults."""
+    """Runs islands by the source of their default parameters."""
     with ExitStack() as stack:
         yield {
             source: stack.enter_context(

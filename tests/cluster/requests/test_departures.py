@@ -1,4 +1,4 @@
-"""Where requests go whose workers are about to leave."""
+"""Tests where the requests of leaving workers go."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""What workers hear of a request's target for its first token: the seconds that are left of it."""
+"""Tests what workers hear of a request's target for its first token: the seconds that are left of it."""
 
 import asyncio
 import time
@@ -94,7 +94,7 @@ def test_a_lost_request_without_a_token_keeps_its_target(model: Path) -> None:
 
 
 def test_a_reader_with_tokens_waits_from_the_loss_on(model: Path) -> None:
-    """Its first token came long ago."""
+    """Its reader has had the first token for long."""
     with open_gateway(model, fails={"StartGenerate": ["go on", "go on", "UNAVAILABLE"]}) as gateway:
         assert ask(gateway, TARGET) == TOKENS
         first, second = gateway.worker.targets

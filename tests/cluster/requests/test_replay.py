@@ -135,7 +135,7 @@ def test_workers_get_longer_messages_than_clients_may_send(tmp_path: Path) -> No
 
 
 def test_a_sender_that_is_not_quiet_yet_is_asked_again(model: Path) -> None:
-    """And the receiver hears that it may reuse the pages only when the sender has said so."""
+    """The receiver hears that it may reuse the pages only when the sender has said so."""
 
     async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
         assert tokens_of(await ask(client)) == TOKENS
@@ -255,7 +255,7 @@ def test_no_island_takes_requests_for_a_while(model: Path) -> None:
 
 
 def packed(*logprobs: float) -> worker_pb2.PackedLogprobs:
-    """Of as many tokens, each with one alternative."""
+    """Packs log-probabilities of as many tokens, each with one alternative."""
     values, ids = np.array(logprobs, "<f4"), np.arange(len(logprobs), dtype="<u4")
     return worker_pb2.PackedLogprobs(
         logprobs=values.tobytes(), top_ids=ids.tobytes(), top_logprobs=(values + 1).tobytes()
@@ -293,7 +293,7 @@ def test_prompt_logprobs_come_once_and_in_order(model: Path, fails: dict[str, li
 
 @pytest.mark.parametrize("fails", [[], ["UNIMPLEMENTED"], ["UNAVAILABLE"], ["hang"]])
 def test_an_idle_prefill_worker_hears_of_a_prompt_before_it_has_a_place(model: Path, fails: list[str]) -> None:
-    """And whatever it says to that, the request goes on."""
+    """Whatever the worker answers, the request goes on."""
 
     async def body(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
         assert tokens_of(await ask(client)) == TOKENS

@@ -1,4 +1,4 @@
-"""Whose turn it is among those that wait, and how many may."""
+"""Tests the turns of waiting requests, and how many may wait."""
 
 import asyncio
 import mmap
@@ -50,7 +50,7 @@ class Crowd:
         return {name for name, task in self.tasks.items() if not task.done()}
 
     async def end_all(self) -> list[str]:
-        """Who was served, in order."""
+        """Ends all requests, and returns the names of those served, in order."""
         for end in self._ends.values():
             end.set()
         for task in self.tasks.values():
@@ -231,7 +231,7 @@ def test_one_client_with_much_does_not_hold_up_another() -> None:
 
 @given(st.lists(st.integers(0, 5), max_size=6), st.integers(0, 5))
 def test_who_goes_away_holds_up_nobody(leavers: list[int], ended: int) -> None:
-    """Whether it waited, had just been given its turn, or had it."""
+    """It may have waited, have just been given its turn, or have it."""
 
     async def run() -> None:
         crowd = Crowd(AdmissionQueue(100, 100))
@@ -337,7 +337,7 @@ class TestFullQueues:
         asyncio.run(run())
 
     def test_who_waits_for_most_tokens_makes_room_for_few(self) -> None:
-        """As often as it takes: here two of its requests for one of another's."""
+        """It makes room as often as it takes: here two of its requests for one of another's."""
 
         async def run() -> None:
             crowd = Crowd(AdmissionQueue(100, 100))

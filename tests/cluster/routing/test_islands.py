@@ -42,7 +42,7 @@ class Gateway:
         return self.islands.links()[key]
 
     def decide(self) -> dict[Key, WorkerLoad]:
-        """What a decision sees."""
+        """Returns the loads that a decision sees."""
         for pair in self.islands.pairs(Ask(1, 1)):
             assert pair.decode.reachable
             assert pair.prefill.reachable
@@ -55,7 +55,7 @@ class Gateway:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What links take for the time; now: in seconds."""
+    """Replaces the clock of links; now: in seconds."""
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(worker_link, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock

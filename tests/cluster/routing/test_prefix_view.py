@@ -1,4 +1,4 @@
-"""Which worker holds how much of a prompt: the view must say what the workers' reports say."""
+"""Tests which worker holds how much of a prompt: the view must agree with the workers' reports."""
 
 import numpy as np
 from hypothesis import given
@@ -11,7 +11,7 @@ PAGE = 2
 
 
 def keys_of(tokens: list[int], pages: int, salt: bytes = b"") -> bytes:
-    """As a worker reports the first pages of a prompt."""
+    """Makes keys as a worker reports the first pages of a prompt."""
     keys = PromptKeys(np.array([*tokens, 0]), PAGE, salt).first(pages)[:pages]
     return np.array(keys, "<u8").tobytes()
 

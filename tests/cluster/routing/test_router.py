@@ -1,4 +1,4 @@
-"""What a router owes to workers: pages are given back, after the sender's word where there is a sender."""
+"""Tests a router's duties to workers: pages are given back, after the sender's answer if there is a sender."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -26,7 +26,7 @@ PROMPT = np.array([5, 6, 7])
 MAX_TOKENS = 4
 
 Event = tuple[int, str, bool]
-"""Of a worker, by its PE: what it has answered, and for an Abort whether the writer was said to be quiet."""
+"""The PE of a worker, what it has answered, and for an Abort whether the writer was said to be quiet."""
 
 
 @dataclass
@@ -170,7 +170,7 @@ def test_a_reservation_whose_answer_was_lost_is_given_back_and_another_worker_as
 
 
 def test_a_request_does_not_go_near_a_worker_that_cannot_be_reached() -> None:
-    """Its answers were to share the KV there, and it waits in vain."""
+    """Its answers were to share the KV on that worker, and it would wait in vain."""
 
     async def test() -> None:
         async with setting(num_decodes=2) as given:

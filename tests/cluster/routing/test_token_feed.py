@@ -120,7 +120,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def open_feed(gateway: Gateway, client: AsyncClient, worker: FakeWorker) -> None:
-    """By a request that does without one."""
+    """Opens the worker's feed by a request that does without it."""
     assert tokens_of(await ask(client)) == TOKENS
     assert worker.fed == 0
     decode, *_ = next(gateway._islands.pairs(Ask(1, 1)))

@@ -95,7 +95,7 @@ def test_a_start_tells_how_far_it_has_got(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_gateway_process_keeps_memory_for_the_next_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What keeping does is tested in a process of its own, tests/cluster/processes/test_heap.py."""
+    """tests/cluster/processes/test_heap.py tests the effect of keeping, in a process of its own."""
     kept: list[bool] = []
     monkeypatch.setattr(gateway_actor, "keep_freed_memory", lambda: kept.append(True))
     make_checkpoint(tmp_path / "model", arch="llama", size="tiny", seed=0)

@@ -1,4 +1,4 @@
-"""Who may call a worker that is known by its cluster's certificates."""
+"""Tests who may call a worker that its cluster's certificates identify."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

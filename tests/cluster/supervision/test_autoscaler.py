@@ -33,7 +33,7 @@ SETTINGS: dict[str, Any] = {
 
 @dataclass
 class Hosts(FakeProcesses):
-    """With room for `free` more islands. asked: for how many, of how many processes and GPUs each."""
+    """Processes with room for `free` more islands. asked: for how many, of how many processes and GPUs each."""
 
     free: int = 100
     lost: bool = False
@@ -49,7 +49,7 @@ class Hosts(FakeProcesses):
 
 
 class IslandsByHand:
-    """Whose changes end when the test says so."""
+    """Islands whose changes end when the test says so."""
 
     def __init__(self) -> None:
         self.count = 1

@@ -1,4 +1,4 @@
-"""What the launcher refuses of a checkpoint before it starts a process."""
+"""Tests what the launcher refuses of a checkpoint before it starts a process."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -64,7 +64,7 @@ class FakeHosts(FakeProcesses):
         return group
 
     def named(self, part: str) -> list[FakeProcess]:
-        """Those that live, by a part of their names."""
+        """Returns the living processes whose names have that part."""
         members = [member for group in self.groups for member in group.members]
         return [member for member in members if part in member.name and not member.killed]
 
@@ -109,7 +109,7 @@ class SupervisedGateways:
         self.set.watch()
 
     def hosts_told(self, process: FakeProcess) -> dict[str, int]:
-        """How many processes it was told of last, on which host."""
+        """Returns the number of processes on each host that the process was told of last."""
         told: list[Any] = [arguments[0] for method, arguments in process.calls if method == "update_hosts"]
         latest: GatewayHosts = max(told, key=lambda hosts: hosts.version)
         return {host.address: len(host.peers) for host in latest.hosts}
@@ -119,7 +119,7 @@ class SupervisedGateways:
 def gateways(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[SupervisedGateways]:
-    """With the settings of the parameter."""
+    """Runs gateways with the settings of the parameter."""
     monkeypatch.setattr(gateway_set, "LOOK_SECONDS", 0.05)
     serve = FakeProcess._answer
     monkeypatch.setattr(

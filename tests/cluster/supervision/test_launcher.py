@@ -1,4 +1,4 @@
-"""What a cluster finds out before it starts anything."""
+"""Tests what a cluster finds out before it starts anything."""
 
 import json
 import shutil
@@ -207,7 +207,7 @@ def named(processes: FakeProcesses, part: str) -> FakeProcess:
 
 
 def test_the_gateway_starts_beside_the_workers(tmp_path: Path) -> None:
-    """Its process is there while they read weights, and it serves once they know their pages."""
+    """Its process is there while workers read weights, and it serves once it knows their pages."""
     make_checkpoint(tmp_path / "model")
     values = {"model.path": str(tmp_path / "model"), "cache.num_pages": 77, "gateway.port": 0}
     processes, workers_load = FakeProcesses(silent={"load"}), list[FakeProcess]()
@@ -349,7 +349,7 @@ def test_heads_that_do_not_fit(tmp_path: Path) -> None:
 
 
 class TwoHosts(FakeProcesses):
-    """And a third, where no island may go."""
+    """Two hosts, and a third where no island may go."""
 
     @property
     def hosts(self) -> Sequence[str]:

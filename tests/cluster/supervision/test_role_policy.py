@@ -1,4 +1,4 @@
-"""What the policy of roles makes of loads: scripted ones, and those of simulated islands. Its clock is the test's."""
+"""Tests the policy of roles on scripted loads, and on those of simulated islands. Its clock is the test's."""
 
 import math
 import random

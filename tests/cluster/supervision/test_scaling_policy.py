@@ -1,4 +1,4 @@
-"""What the scaling policy makes of loads: scripted ones, and those of a simulated cluster. Its clock is the test's."""
+"""Tests the scaling policy on scripted loads, and on those of a simulated cluster. Its clock is the test's."""
 
 import itertools
 import math

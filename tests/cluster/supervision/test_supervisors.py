@@ -1,4 +1,4 @@
-"""What is watched, what is started again and how often: with scripted processes."""
+"""Tests what is watched, what is started again and how often, with scripted processes."""
 
 import socket
 import threading
@@ -283,7 +283,7 @@ class Cluster:
 
 
 class TestElasticIsland:
-    """Its workers are replaced one by one."""
+    """An island whose workers are replaced one by one."""
 
     def served(self, processes: FakeProcesses, device: str = "cpu", transport: str = "tcp") -> Cluster:
         cluster = Cluster(processes, device=device, transport=transport)
@@ -315,7 +315,7 @@ class TestElasticIsland:
         ],
     )
     def test_places_are_enough_for_twice_the_workers(self, settings: dict[str, Any], sizes: tuple[int, ...]) -> None:
-        """Of either role, where their ranks are unlike."""
+        """Workers of either role have them, if their numbers of ranks differ."""
         assert places(load_config(None, {"island.transport": "tcp", **settings})) == sizes
 
     @pytest.mark.parametrize("keeps_places", [False, True])
@@ -615,14 +615,14 @@ class SupervisedGateway:
         return self.processes.groups[-1].members
 
     def table(self, process: int) -> GatewayTable:
-        """As a process of the last start sees it."""
+        """Opens the table as a process of the last start sees it."""
         settings: Any = self.processes.specs[0][process].argument
         return open_table(settings.table, 2, 1, process, settings.peer_token)
 
 
 @pytest.fixture(params=[False, True])
 def gateway(request: pytest.FixtureRequest) -> Iterator[SupervisedGateway]:
-    """Its places are kept, or are gone."""
+    """Runs a gateway whose places are kept, or are gone."""
     gateway = SupervisedGateway(FakeProcesses(keeps_places=request.param))
     gateway.supervisor.start()
     gateway.supervisor.ready.result(30)

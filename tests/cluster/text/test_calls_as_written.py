@@ -54,7 +54,7 @@ def parser(form: str, *, tags: bool = False, opened: bool = False, calls: Calls 
 
 
 def said(made: OutputParser, pieces: list[str], *, cut: bool = False) -> tuple[str, str, list[tuple[str, str]]]:
-    """What the parts say together; of calls their names and the texts of their arguments."""
+    """Returns the joined texts of the parts, and the names of calls with the texts of their arguments."""
     parts: list[ParsedPart] = []
     for piece in pieces:
         parts += made.push(piece)

@@ -43,7 +43,7 @@ def joined(parts: list[ParsedPart]) -> Said:
 
 
 def parser(template: str, calls: Calls | None = CALLS, special: tuple[str, ...] = (), **options: Any) -> OutputParser:
-    """Of a checkpoint with this chat template, whose tokenizer has these special tokens."""
+    """Makes a parser for a checkpoint with this chat template, whose tokenizer has these special tokens."""
     inner = tokenizers.Tokenizer(tokenizers.models.BPE())
     inner.add_special_tokens(list(special))
     formats = OutputFormats(Tokenizer(inner, ChatTemplates({"default": "{#" + template + "#}"}, {})), **options)

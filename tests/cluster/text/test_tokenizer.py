@@ -35,7 +35,8 @@ def load(folder: Path) -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """As in Llama 2: pieces that begin with a space, single bytes, and a decoder that strips the first space."""
+    """Makes a tokenizer like Llama 2's: pieces that begin with a space, single bytes, and a decoder that strips the
+    first space."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁a", "▁b", "c", "▁"]
     inner = Inner(models.BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], byte_fallback=True))
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -91,7 +92,7 @@ def test_any_text_in_any_pieces(folder: Path, text: str, data: st.DataObject) ->
 def test_skipped_tokens_and_large_pieces_change_nothing(
     folder: Path, kind: str, text: str, data: st.DataObject
 ) -> None:
-    """Where a gateway is slow many tokens come at once, and may end within a character."""
+    """A slow gateway gets many tokens at once, and they may end within a character."""
     tokenizer = load(folder) if kind == "bytes" else byte_fallback()
     skipped, *_ = tokenizer.special_ids
     ids = tokenizer.encode(text, add_special_tokens=False)
@@ -104,7 +105,7 @@ def test_skipped_tokens_and_large_pieces_change_nothing(
 
 
 def test_a_large_piece_may_end_within_a_character() -> None:
-    """Which a decoder of single bytes takes for bad, with all bytes before it."""
+    """A decoder of single bytes takes such a character for bad, with all bytes before it."""
     tokenizer = byte_fallback()
     ids = tokenizer.encode("日" * HELD_TOKENS)
     assert stream_text(tokenizer, [ids[:-1], ids[-1:]]) == ["日" * (HELD_TOKENS - 1), "日", ""]
@@ -247,7 +248,7 @@ def test_options_of_templates_are_those_of_transformers(
 
 
 def test_tools_and_calls_of_templates_are_those_of_transformers(folder: Path, tmp_path: Path) -> None:
-    """Of templates that take a call's arguments as an object, and of those that take its text."""
+    """Some templates take a call's arguments as an object, others as text."""
     from transformers import AutoTokenizer
 
     shows = "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.role }}{{ m.content }}"

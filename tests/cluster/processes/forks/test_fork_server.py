@@ -239,7 +239,7 @@ def test_triton_has_hashed_itself_before_a_fork() -> None:
 
 @pytest.fixture
 def counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    """How often the module `counted_import` was imported."""
+    """Returns how often the module `counted_import` was imported."""
     (tmp_path / "counted_import.py").write_text(
         f"import os, pathlib\n(pathlib.Path({str(tmp_path)!r}) / f'by-{{os.getpid()}}').touch()\n"
     )
@@ -329,7 +329,7 @@ def test_what_one_order_lacks_is_imported_once_for_all(counted: Callable[[], int
 
 
 def test_an_actor_is_as_if_started_by_who_asks(tmp_path: Path) -> None:
-    """Not by who started the server."""
+    """It is not as if the starter of the server had started it."""
     server = ForkServer([__name__])
     script = (
         "import os, sys\nfrom tests.cluster.processes.forks.test_fork_server import ForkServer, fork\n"
@@ -423,7 +423,7 @@ def test_a_server_beside_a_process_lives_on_for_its_other_clients() -> None:
 
 @pytest.mark.parametrize("stopped", [False, True])
 def test_an_actor_ends_with_the_process_that_asked_for_it_and_others_do_not(stopped: bool) -> None:
-    """At once, even if it is stopped and its server gone: a GPU must be free for who comes next."""
+    """It ends at once, even if it is stopped and its server gone: a GPU must be free for the next process."""
     server = ForkServer([__name__])
     other = fork(server)
     script = (

@@ -63,7 +63,7 @@ class Scripted:
 
 
 def asked(answer: Answer, count: int = 1, **options: Any) -> tuple[list[Running], int]:
-    """What came of `count` requests one after the other, and over how many connections."""
+    """Sends `count` requests one after the other. Returns what came of them, and over how many connections."""
 
     async def ask() -> tuple[list[Running], int]:
         async with (

@@ -1,4 +1,4 @@
-"""What `tandem bench serve` sends: the same for the same seed, with the statistics that were asked for."""
+"""Tests what `tandem bench serve` sends: the same for the same seed, with the statistics that were asked for."""
 
 import json
 import math

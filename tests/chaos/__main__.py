@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def _storm(options: argparse.Namespace, model: Path, settings: dict[str, Any], folder: Path) -> object:
-    """What came of it."""
+    """Runs the storm that the options name, and returns its outcome."""
     from tests.chaos.host_storm import HostStorm, plan_host_blows
     from tests.chaos.ray_storm import SURVIVED, TARGETS, RayStorm, plan_ray_blows
     from tests.chaos.storm import RANKS, Storm

@@ -37,13 +37,14 @@ Answer = Callable[[Any], Awaitable[None]]
 
 @dataclass(frozen=True)
 class BadNetwork:
-    """What happens to the n-th message follows from the seed. Each fault is a line of the log, which outlives kills."""
+    """A network that loses, delays and repeats messages. The seed decides what happens to the n-th message. Each fault
+    is a line of the log, which outlives kills."""
 
     seed: int
     log: Path
 
     def faults(self) -> Counter[str]:
-        """How often what happened, and how often a receiver found KV that was not what its sender sent."""
+        """Counts each kind of fault, and how often a receiver found KV that was not what its sender sent."""
         return Counter(self.log.read_text().splitlines()) if self.log.exists() else Counter()
 
 
@@ -135,7 +136,7 @@ class _Faults:
             announcements._call.cancel()
 
     def _draw(self, name: str) -> tuple[str, float]:
-        """What happens to a message, and a number between 0 and 1."""
+        """Draws a fault for a message, or none, and a number between 0 and 1."""
         kind = self._random.choices(("", *KINDS), (1 - sum(SHARES), *SHARES))[0]
         if kind:
             self.note(f"{name} {kind}")
@@ -205,5 +206,5 @@ async def _cut(call: Any, num_messages: int) -> AsyncIterator[Any]:
 
 
 def _broken() -> grpc.aio.AioRpcError:
-    """What a caller sees of a connection that broke."""
+    """Returns the error that a caller gets when a connection breaks."""
     return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), "lost")

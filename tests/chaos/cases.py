@@ -63,7 +63,7 @@ async def _cases(model: Path, address: str, output_tokens: int, seed: int) -> li
 
 
 def _oracle(model: Path) -> Callable[[Sequence[int], int], list[int]]:
-    """What transformers generates from a prompt, which is the encoder's where there is one."""
+    """Returns a function that generates with transformers from a prompt: the encoder's if there is an encoder."""
     config = load_config(model)
     if config.encoder is None:
         return partial(greedy, load_oracle(model))

@@ -67,7 +67,7 @@ class HostOutcome:
 
 
 def plan_host_blows(seed: int, number: int) -> list[str]:
-    """Which ones, in which order; what they hit is drawn when they fall."""
+    """Draws the blows in their order. Their targets are drawn when they fall."""
     return random.Random(seed).choices(list(BLOWS), list(BLOWS.values()), k=number)
 
 

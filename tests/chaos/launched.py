@@ -64,7 +64,7 @@ class Launched:
             time.sleep(0.01)
 
     def pids(self, part: str) -> list[int]:
-        """Those that run now."""
+        """Returns the pids of a part that run now."""
         if part == "launcher":
             return [self.process.pid]
         now = self._now()
@@ -72,7 +72,7 @@ class Launched:
         return sorted(pid for pid, _ in now if PARTS[part](_name(pid)))
 
     def wait(self) -> int:
-        """Its exit code, once it has ended."""
+        """Returns the exit code once the process has ended."""
         try:
             return self.process.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -92,7 +92,7 @@ class Launched:
         self.check_gone()
 
     def stop(self) -> int:
-        """Its exit code after a SIGTERM."""
+        """Sends SIGTERM, and returns the exit code."""
         self._seen |= self._now()
         self.process.send_signal(signal.SIGTERM)
         return self.wait()
@@ -118,7 +118,8 @@ class Launched:
         return [f"{process[0]} {_name(process[0])}" for process in self._seen if _runs_on(process)]
 
     def _now(self) -> set[Process]:
-        """What runs. What a dead fork server has forked is nobody's child, and known by its title."""
+        """Returns the processes that run now. A dead fork server's children are nobody's descendants, so their titles
+        tell them."""
         return descendants(self.process.pid) | titled(self.name)
 
 

@@ -66,7 +66,8 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What clients saw, and what was done to the cluster. recovered: streams that broke, and came to their end."""
+    """The counts of clients' streams and of blows to the cluster. recovered: streams that broke, and came to their
+    end."""
 
     streams: int = 0
     finished: int = 0
@@ -276,7 +277,7 @@ class RayStorm:
             self._end_of(target)
 
     def _end_of(self, target: str) -> None:
-        """Of the whole cluster. The next one takes its place."""
+        """Checks the end of the whole cluster. The next one takes its place."""
         code = self._cluster.wait()
         assert code == (-signal.SIGKILL if target == "launcher" else 1), f"exit code {code} after a loss of {target}"
         said = {"raylet": "its raylet has ended", "process host": "has lost its GCS", "launcher": ""}[target]

@@ -63,7 +63,7 @@ ROLES: dict[str, dict[str, Any]] = {
     },
     "colocated": {"scheduler.roles": "colocated", "island.num_prefill": 0},
 }
-"""What workers do. With colocated an island is one worker."""
+"""The roles of workers. With colocated an island is one worker."""
 RANKS: dict[str, Any] = {
     "num_islands": 1,
     "island.prefill_ranks": 2,
@@ -92,10 +92,10 @@ class Blow:
 
 @dataclass
 class Outcome:
-    """What clients saw, and what was done to the cluster.
+    """The counts of clients' requests and of blows to the cluster.
 
     silences: median and worst of the longest time that each finished request was without a message, in seconds; apart
-    for those that one gateway has placed more than once.
+    for requests that one gateway has placed more than once.
     """
 
     finished: int = 0

@@ -18,7 +18,7 @@ DRAFTED: dict[str, tuple[Callable[[Path], Path], Callable[[Path, Path], Path] | 
     "mtp": (make_mtp, None),
     "eagle3": (make_llama, make_head),
 }
-"""By speculation.method: what makes the model, and what makes its drafter's checkpoint."""
+"""Makers of the model and of its drafter's checkpoint, by speculation.method."""
 
 
 def make_target(folder: Path, arch: str = "llama", speculate: str | None = None) -> tuple[Path, dict[str, Any]]:

@@ -69,7 +69,7 @@ class Cluster:
 
     @property
     def address(self) -> str:
-        """Of the first host's gateway."""
+        """The address of the first host's gateway."""
         return self.addresses[0]
 
     def islands(self) -> dict[str, tuple[str, list[str]]]:
@@ -86,11 +86,11 @@ class Cluster:
         self._done("scale", *wanted)
 
     def said(self) -> str:
-        """What `tandem status` prints."""
+        """Returns the output of `tandem status`."""
         return " ".join(self._done("status").split())
 
     def refused(self, *command: str) -> str:
-        """What a command says that fails."""
+        """Returns the error output of a command that fails."""
         code, out, err = self._tandem(*command)
         assert code == 1, out
         return err
@@ -109,7 +109,8 @@ class Cluster:
         sampling: Mapping[str, object] | None = None,
         cancelled: Sequence[int] = (),
     ) -> list[list[int]]:
-        """Of a client on the last host; sampling: greedily without. It goes away early from requests `cancelled`."""
+        """Returns the answers to a client on the last host; sampling: greedily without. It goes away early from
+        requests `cancelled`."""
         asked = folder / "asked.json"
         asked.write_text(json.dumps([prompts, sampling or GREEDY | {"max_tokens": ANSWER}, list(cancelled)]))
         client = [sys.executable, "-m", "tests.e2e.client_on_a_host", self.address, str(self.ca), str(asked)]
@@ -124,7 +125,7 @@ class Cluster:
         return sorted(gateway["host"] for gateway in self.info()["gateways"] if gateway["pid"])
 
     def done(self, task: str) -> Any:
-        """What a client of all gateways says, see several_gateways_on_a_host."""
+        """Returns the result of a client of all gateways, see several_gateways_on_a_host."""
         return json.loads(self._run(*self._several(task, self.addresses)))
 
     @contextmanager
@@ -145,14 +146,14 @@ class Cluster:
         return [*module, task, ",".join(addresses), str(self.ca)]
 
     def scraped(self, address: str) -> str:
-        """What a server of metrics tells a monitor on the last host that has the token."""
+        """Returns the text that a server of metrics gives a monitor on the last host that has the token."""
         ask = "import ssl, sys, urllib.request as u; url, ca, token = sys.argv[1:]\n"
         ask += "asked = u.Request(url, headers={'authorization': 'Bearer ' + token})\n"
         ask += "print(u.urlopen(asked, context=ssl.create_default_context(cafile=ca)).read().decode())"
         return self._run(sys.executable, "-c", ask, f"https://{address}/metrics", str(self.ca), TOKEN)
 
     def heard_by_strangers(self, folder: Path, addresses: Sequence[str]) -> list[list[bool | int | None]]:
-        """How servers answer a stranger on the last host, see stranger_on_a_host; its certificate is another
+        """Returns how servers answer a stranger on the last host, see stranger_on_a_host; its certificate is another
         cluster's."""
         foreign, pair = Authority("another").gateway(), folder / "foreign.pem"
         pair.write_bytes(foreign.certificate + foreign.key)
@@ -178,7 +179,7 @@ class Cluster:
         seen |= json.loads(said)
 
     def send_openly(self, messages: Sequence[bytes]) -> None:
-        """From the last host to the first one, without TLS."""
+        """Sends messages from the last host to the first one, without TLS."""
         listen = "import socket; s = socket.create_server(('', 9)); print('ready', flush=True); c = s.accept()[0]\n"
         command = self.hosts.command(0, sys.executable, "-c", f"{listen}while c.recv(1 << 16): pass")
         with subprocess.Popen(command, env=self.hosts.environment, stdout=subprocess.PIPE, text=True) as server:
@@ -190,7 +191,7 @@ class Cluster:
             self._run(sys.executable, "-c", send, self.hosts.addresses[0], *hexed)
 
     def _done(self, *command: str) -> str:
-        """What a command prints that succeeds."""
+        """Returns the output of a command that succeeds."""
         code, out, err = self._tandem(*command)
         assert code == 0, err
         return out
@@ -206,7 +207,7 @@ class Cluster:
 
 
 def _environment(hosts: Hosts, token_file: Path, ca: Path) -> dict[str, str]:
-    """Of clients."""
+    """Makes the environment of clients."""
     return hosts.environment | {"TANDEM_TOKEN_FILE": str(token_file), "TANDEM_TLS_CA": str(ca), "TOKEN": TOKEN}
 
 

@@ -70,7 +70,7 @@ def whole(served: Served) -> bool:
 
 
 def listed(served: Served) -> list[list[str]]:
-    """As several connections say it, which the kernel gives to both processes."""
+    """Returns the adapters' names over several connections, which the kernel gives to both processes."""
     names = []
     for _ in range(12):
         with Client(served.address) as client:

@@ -49,7 +49,7 @@ def answers_of(island: Island, prompt: list[int] | str, **sampling: Any) -> list
 
 
 def singles(island: Island, prompt: list[int] | str, count: int, **sampling: Any) -> list[list[GenerateUpdate]]:
-    """What requests of their own give, with seeds from that of the sampling parameters on."""
+    """Returns what requests of their own give, with seeds counted from that of the sampling parameters."""
     seed = sampling.pop("seed", 0)
     return [complete(island.address, prompt, seed=(seed + index) % 2**64, **sampling) for index in range(count)]
 
@@ -62,7 +62,7 @@ def computed(island: Island) -> int:
 
 
 def used_pages(island: Island) -> int:
-    """Of the decode worker."""
+    """Returns the number of pages that the decode worker uses."""
     with island.client() as client:
         return NUM_PAGES - client.cluster_info().islands[0].workers[1].free_pages
 

@@ -78,7 +78,7 @@ def load(client: Client, prompt: list[int], wanted: list[int], clients: int) -> 
 
 
 def said(client: Client, capsys: pytest.CaptureFixture[str]) -> str:
-    """What `tandem status` prints."""
+    """Returns the output of `tandem status`."""
     with pytest.raises(SystemExit):
         main(["status", "--address", client.address])
     return capsys.readouterr().out

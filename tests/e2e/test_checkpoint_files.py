@@ -127,7 +127,7 @@ def test_a_token_that_the_model_lacks_is_refused_over_grpc(island: Island) -> No
 
 
 def test_requests_with_tools_have_their_template(island: Island) -> None:
-    """Where they may call one, too: what a call looks like stands in that template."""
+    """This also holds if they may call a tool: that template shows how a call looks."""
     named = {"messages": SAID, "return_token_strs": True}
     plain, tools = (answer(island.http, TOKENIZE, **named, **more) for more in ({}, {"tools": TOOLS}))
     assert "".join(tools["token_strs"]) == json.dumps(TOOLS) + "<tool_call>" + "".join(plain["token_strs"])

@@ -86,7 +86,7 @@ def test_tokens_equal_transformers_across_processes(cluster: Cluster, small_mode
 
 @pytest.mark.long
 def test_a_worker_more_and_one_less(cluster: Cluster) -> None:
-    """What Ray set aside for the one that left is free again; what it has no room for is refused."""
+    """Ray's resources of the worker that left are free again; a worker without room is refused."""
     before = workers(cluster.grpc_address)
     free = ray.available_resources()["CPU"]
     with Client(cluster.grpc_address) as client:
@@ -112,7 +112,7 @@ def test_signals_are_whose_they_were(cluster: Cluster, terminations: list[int]) 
 def test_what_only_a_worker_finds_wrong(
     cluster: Cluster, small_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its launcher says it. The second cluster is on the Ray of the first."""
+    """Its launcher reports it. The second cluster is on the Ray of the first."""
     monkeypatch.setattr("tandem.cluster.supervision.islands.checkpoint.check_weights", lambda *_: None)
     (tmp_path / "config.json").write_bytes((small_model / "config.json").read_bytes())
     overrides = {"name": f"no-weights-{os.getpid()}", "model.path": str(tmp_path), "gateway.port": 0}
@@ -122,7 +122,7 @@ def test_what_only_a_worker_finds_wrong(
 
 
 def test_workers_run_at_the_priority_of_their_launcher(cluster: Cluster) -> None:
-    """Not at Ray's nice 15, where any other process of the machine goes first."""
+    """They do not run at Ray's nice 15, where any other process of the machine goes first."""
     priorities = {os.getpriority(os.PRIO_PROCESS, info.pid) for info in workers(cluster.grpc_address)}
     assert priorities == {os.getpriority(os.PRIO_PROCESS, 0)}
 

@@ -1,4 +1,4 @@
-"""What clients hear of a cluster that ends while their streams run."""
+"""Tests how a cluster that ends tells clients of running streams."""
 
 import json
 from pathlib import Path

@@ -82,7 +82,7 @@ def test_published_names_and_fields(folder: Path) -> None:
 
 
 def test_prompts_by_token_land_where_they_are_decoded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a GPU computes and sends them: inputs token by token, entries when they are complete. Digests of what was sent
+    """A GPU computes and sends them so: inputs token by token, entries when they are complete. Digests of what was sent
     and of what landed are compared."""
     monkeypatch.setattr(forwards, "takes_by_token", lambda groups, tokens: tokens.trees is None)
     prompts = [random_prompt(length, seed=length) for length in (1, 3, 31, 33, 2 * CHUNK + 5)]

@@ -1,4 +1,4 @@
-"""What `make demo` shows. Its cluster is an island in this process; those of processes are tested elsewhere."""
+"""Tests what `make demo` shows. Its cluster is an island in this process; those of processes are tested elsewhere."""
 
 import os
 import re
@@ -27,7 +27,7 @@ class IslandAsCluster:
 
 @pytest.fixture(params=[[], ["left"]], ids=["clean", "left"])
 def left(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What is in /dev/shm when the demo looks again; tests beside this one use it, too."""
+    """Scripts /dev/shm for the demo's second look; tests beside this one use it, too."""
     looks, names = iter([["before"], ["before", *request.param]]), os.listdir
     monkeypatch.setattr(os, "listdir", lambda path=".": next(looks) if path == "/dev/shm" else names(path))
     yield request.param
@@ -68,7 +68,8 @@ def test_drafts_that_hold_are_counted(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """In what the demo's model really writes; by prompt lookup, in what it writes again behind its own answer.
+    """Drafts hold in the text of the demo's model; with prompt lookup, in the text that it repeats after its own
+    answer.
 
     How many are drafted depends on which rows meet in a step, so the bounds are well below what is usual.
     """

@@ -70,7 +70,7 @@ def settle(island: Island) -> None:
 
 
 def test_prompts_that_evict_one_another_come_back_from_the_disk(tmp_path: Path) -> None:
-    """Of an island and of the next one with the same weights; of other weights there is nothing."""
+    """An island and the next one with the same weights share them; an island of other weights finds none."""
     folder = save_checkpoint("llama", tmp_path / "model")
     both = list(zip(PROMPTS, greedy_all(load_oracle(folder), PROMPTS, OUTPUT), strict=True))
     with running_island(folder, few(tmp_path, **{"gateway.http_port": 0})) as island:
@@ -109,7 +109,7 @@ def test_prompts_that_evict_one_another_come_back_from_the_disk(tmp_path: Path) 
 
 @pytest.mark.long
 def test_prompts_that_are_read_come_back_from_the_disk(tmp_path: Path) -> None:
-    """Those of embeddings, which no worker decodes."""
+    """They are prompts of embeddings, which no worker decodes."""
     folder = save_checkpoint("llama", tmp_path / "model")
     with running_island(folder, few(tmp_path)) as island, island.client() as client:
         before = []

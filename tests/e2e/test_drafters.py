@@ -92,7 +92,7 @@ def drafted(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture(scope="module")
 def served(drafted: Drafted) -> Iterator[str]:
-    """Where a cluster of two islands, each of a prefill and a decode worker, serves with the drafter."""
+    """Runs a cluster of two islands with the drafter, each of a prefill and a decode worker, and yields its address."""
     settings = {
         "model.path": str(drafted.model),
         "num_islands": 2,
@@ -282,7 +282,7 @@ def test_a_drafter_that_is_always_right_or_wrong(drafted: Drafted, off: int, mon
 def test_a_drafter_that_breaks_within_a_draft_is_not_asked_again(
     drafted: Drafted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What its steps had appended is popped. Requests go on, and later ones come."""
+    """The cache pops what its steps had appended. Requests go on, and later ones come."""
     broken: list[int] = []
 
     def breaking(step: Callable[..., Any]) -> Callable[..., Any]:

@@ -94,11 +94,11 @@ class Streams:
             assert begun.wait(60)
 
     def attempts(self) -> list[int]:
-        """Of each, once all have ended with the tokens that are expected."""
+        """Returns the attempts of each stream, once all have ended with the expected tokens."""
         return [timings.attempts for timings in self.timings()]
 
     def timings(self) -> list[Timings]:
-        """As attempts()."""
+        """Returns the timings of each stream, as attempts() does."""
         found = []
         for answer, (_, tokens) in zip(self._answers, self._expected, strict=True):
             updates = answer.result(120)
@@ -173,7 +173,7 @@ def test_a_prefill_and_a_decode_worker_die_at_once(served: str, expected: list[t
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_twenty_workers_leave_and_come_under_load(served: str, expected: list[tuple[list[int], list[int]]]) -> None:
-    """Of all places in turn, while streams begin and end all the time; sometimes two at once."""
+    """Workers of all places change in turn, sometimes two at once, while streams begin and end all the time."""
     until(lambda: whole(served))
     over = threading.Event()
 
@@ -206,7 +206,7 @@ def replaced(address: str, before: list[int], places: set[int]) -> bool:
 
 
 def scale(address: str, prefill: int, decode: int) -> int:
-    """How many workers have joined and left."""
+    """Returns how many workers have joined and left."""
     with Client(address) as client:
         done = client.scale(num_prefill=prefill, num_decode=decode)
     assert done.seconds_away == 0
@@ -243,7 +243,7 @@ def test_workers_leave_and_join_and_no_stream_is_placed_again(
 
 @pytest.mark.long
 def test_what_ends_in_time_is_not_moved(small_model: Path, expected: list[tuple[list[int], list[int]]]) -> None:
-    """On a worker that leaves, whichever of two gateway processes has the requests."""
+    """The worker leaves, and either of two gateway processes has the requests."""
     overrides = {"island.transport": "tcp", "recovery.drain_seconds": 100.0, "gateway.processes": 2}
     cluster = Cluster(
         load_config(None, {"model.path": str(small_model), **OVERRIDES, **overrides}), LocalProcesses(STEADY)

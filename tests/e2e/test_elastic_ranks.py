@@ -56,7 +56,7 @@ def ranks(address: str) -> dict[int, list[int]]:
 
 
 def are_others(address: str, pids: list[int]) -> bool:
-    """Whether all workers serve, none of them by one of these processes."""
+    """Returns whether all workers serve, none of them by one of these processes."""
     return whole(address, sum(SHAPE)) and not any(pid in pids for now in ranks(address).values() for pid in now)
 
 

@@ -89,7 +89,7 @@ def test_batches_of_unlike_lengths_over_both_protocols(island: Island, oracle: E
 @pytest.mark.gate("False")
 @pytest.mark.parametrize("tied", [True, False])
 def test_models_that_are_stored_without_a_head(tied: bool, tmp_path: Path) -> None:
-    """As Qwen3-Embedding is published: no name of a tensor has a prefix."""
+    """Qwen3-Embedding is published so: no name of a tensor has a prefix."""
     folder = save_embedding_model(tmp_path, published=True, tie_word_embeddings=tied)
     with running_island(folder, SETTINGS) as island:
         same(over_http(island, input=TEXTS), EmbeddingOracle(folder).embed(TEXTS))

@@ -46,7 +46,8 @@ def fork(client: Client, position: int | None, token_ids: Sequence[int] = (), **
 @pytest.mark.gate("gemma3")
 @pytest.mark.parametrize("case", ["llama", "gemma3", "llama4", "deepseek_v3-halves", "qwen3_next"])
 def test_a_fork_begins_anywhere(case: str, tmp_path: Path) -> None:
-    """In the prompt and in the output, at the borders of pages, behind windows, and between snapshots of states."""
+    """It may begin in the prompt and in the output, at the borders of pages, after windows, and between snapshots of
+    states."""
     oracle: Any = make_model(case, max_position_embeddings=LENGTH)
     oracle.save_pretrained(tmp_path)
     oracle = load_oracle(tmp_path)

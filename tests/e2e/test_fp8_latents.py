@@ -33,7 +33,8 @@ SETTINGS["over TCP"] = {"island.transport": "tcp"}
 
 
 def rounded_tokens(folder: Path) -> list[list[int]]:
-    """What transformers generates with rounded latents and index keys: not what it generates without."""
+    """Returns the tokens of transformers with rounded latents and index keys, which differ from those without
+    rounding."""
     from tests.support.rounding_cache import RoundingKeys, round_latents
 
     model = load_oracle(folder)
@@ -100,7 +101,7 @@ def test_drafts_and_moves(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_layer_of_the_checkpoint_drafts(tmp_path: Path) -> None:
-    """Its latents stand in the model's group, in 8 bits, too."""
+    """Its latents are stored in the model's group, in 8 bits, too."""
     folder = save_mtp(tmp_path / "model")
     expected = rounded_tokens(folder)
     settings = {**STORED, "speculation.method": "mtp", "speculation.tokens": 4}

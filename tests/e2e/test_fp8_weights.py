@@ -98,7 +98,8 @@ def test_drafters_in_fp8(method: str, tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("arch", ["qwen3_next", "qwen3_5_moe"])
 def test_a_layer_in_fp8_drafts_beside_states(arch: str, tmp_path: Path) -> None:
-    """As published: what joins the embedding and the hidden state keeps 16 bits, and experts are one by one."""
+    """The checkpoint is as published: what joins the embedding and the hidden state keeps 16 bits, and experts are one
+    by one."""
     model = make_mtp(tmp_path / "model", arch)
     meant = shutil.copytree(model, tmp_path / "meant")
     tensors = quantize_folder(model, CHANNEL, all_but("mtp.fc", all_but("conv1d", by_rows)))

@@ -80,7 +80,7 @@ def calm(address: str) -> bool:
 
 
 def calm_without(address: str, pid: int) -> bool:
-    """As calm(), once the process with that pid is known to be gone. It may take the connection with it."""
+    """Returns calm() once the process with that pid is known to be gone. It may take the connection with it."""
     try:
         return pid_of(address, 0) != pid and calm(address)
     except Unavailable:
@@ -88,7 +88,7 @@ def calm_without(address: str, pid: int) -> bool:
 
 
 def answering(channel: grpc.Channel) -> int:
-    """Which process answers on a connection, where no other call is under way.
+    """Returns the number of the process that answers on a connection, if no other call is under way.
 
     A call counts for a moment after its answer. So this asks until its own call is the only one.
     """
@@ -118,7 +118,7 @@ def connected(address: str) -> Iterator[list[grpc.Channel]]:
 
 @pytest.fixture
 def stubs(served: str) -> Iterator[list[Any]]:
-    """Of process 0 and of process 1."""
+    """Yields the stubs of process 0 and of process 1."""
     with connected(served) as channels:
         yield [inference_pb2_grpc.InferenceStub(channel) for channel in channels]
 

@@ -126,8 +126,8 @@ def test_what_is_not_served(tmp_path: Path, changes: dict[str, Any], error: type
 
 
 def test_kernels_of_wide_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that a GPU takes for its heads of 512 in 16 bits, here in Triton's interpreter and float32: prompts in
-    chunks, and steps in graph buffers."""
+    """A GPU takes these kernels for heads of 512 in 16 bits. Here they run in Triton's interpreter and float32: prompts
+    in chunks, and steps in graph buffers."""
     capture = ModelRunner.capture_steps
     monkeypatch.setattr(ModelRunner, "capture_steps", lambda runner, *limits: capture(runner, *limits, capture=_rerun))
     monkeypatch.setattr(worker, "make_cache", partial(make_cache, kernels=TritonKernels))

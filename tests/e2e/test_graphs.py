@@ -98,7 +98,7 @@ def test_draws_and_logprobs_equal_those_of_plain_steps(island: Island, folder: P
 
 
 def test_a_lone_request_steps_as_foreseen(island: Island, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first step is filled in before its KV lands; tokens are those that it draws otherwise, at any length."""
+    """Its first step is filled in before its KV lands; tokens are those that it samples otherwise, at any length."""
     foreseen, launched = DecodeGraphs.step_foreseen, []
 
     def counted(graphs: DecodeGraphs, *arguments: Any) -> PendingSamples | None:

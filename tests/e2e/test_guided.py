@@ -100,7 +100,7 @@ def sampling(number: int) -> dict[str, Any]:
 
 @torch.inference_mode()
 def naive(model: "PreTrainedModel", folder: Path, prompt: list[int], kind: dict[str, Any], number: int) -> list[int]:
-    """From whole forwards, with a mask for each token."""
+    """Generates from whole forwards, with a mask for each token."""
     guided = sampling_from_proto(build_request(prompt, {"guided": kind}, None).sampling).guided
     assert guided is not None
     matcher: LLMatcher = Grammars(folder, VOCAB, (EOS,)).compile(guided)
@@ -286,7 +286,7 @@ def test_no_door_lets_a_grammar_to_a_worker_that_none_could_follow(island: Islan
 @pytest.mark.gate("True")
 @pytest.mark.parametrize("stream", [False, True])
 def test_forced_tool_calls_follow_the_schemas(island: Island, stream: bool) -> None:
-    """Of functions whose schemas refer to parts of their own, by the same names."""
+    """The schemas of the functions refer to parts of their own, by the same names."""
     sizes = {"small": {"const": "s"}, "large": {"const": "l"}}
     schemas: dict[str, Any] = {
         name: {

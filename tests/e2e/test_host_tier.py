@@ -95,7 +95,7 @@ def test_usage_over_http_names_the_tier(tmp_path: Path) -> None:
 
 
 def test_prompts_go_to_the_worker_whose_host_memory_has_them(tmp_path: Path) -> None:
-    """Of two that compute prompts, each with pages for one: the one with less to do would compute half of them."""
+    """Two workers compute prompts, each with pages for one: the worker with less to do would compute half of them."""
     folder = save_checkpoint("llama", tmp_path)
     prompts = [random_prompt(97, number) for number in range(6)]
     both = list(zip(prompts, greedy_all(load_oracle(folder), prompts, OUTPUT), strict=True))
@@ -110,7 +110,7 @@ def test_prompts_go_to_the_worker_whose_host_memory_has_them(tmp_path: Path) -> 
 
 
 def test_what_takes_longer_than_computing_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the rates of a worker: of its copies, which are told here, and of its prompts. A replay does the same."""
+    """A worker decides by its rates: of its copies, which are set here, and of its prompts. A replay does the same."""
     folder = save_checkpoint("llama", tmp_path / "model")
     prompts = [random_prompt(200 + number, number) for number in range(3)]
     expected = greedy_all(load_oracle(folder), prompts, OUTPUT)
@@ -149,7 +149,7 @@ def test_storms_of_every_kind_of_state(case: str, roles: str, tmp_path: Path, mo
 
 @pytest.mark.long
 def test_prompts_of_an_encoder_come_back(tmp_path: Path) -> None:
-    """Its pages and those of the decoder's prompt behind them, or neither."""
+    """Both its pages and those of the decoder's prompt after them come back, or neither."""
     oracle = save_t5gemma(tmp_path)
     pairs = [(random_prompt(40, number), random_prompt(50, 10 + number)) for number in range(5)]
     expected = [greedy_behind(oracle, encoder, OUTPUT, decoder) for encoder, decoder in pairs]

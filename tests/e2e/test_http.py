@@ -233,7 +233,7 @@ def test_logprobs_of_chats(island: Island, tokenizer: Tokenizer) -> None:
 
 
 def test_logprobs_of_responses(island: Island) -> None:
-    """Those of a chat, in the whole answer and piece by piece in its events."""
+    """They equal those of a chat, in the whole answer and piece by piece in its events."""
     common: dict[str, Any] = {"top_logprobs": 3, **GREEDY}
     chat = answer(island.http, CHATS, messages=CHAT, max_tokens=6, logprobs=True, **common)
     expected = only_choice(chat)["logprobs"]["content"]

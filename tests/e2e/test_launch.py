@@ -103,7 +103,7 @@ def test_what_a_program_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_an_async_program_and_one_that_fails(small_model: Path) -> None:
-    """Its error comes through, and its cluster has ended by then."""
+    """The program's error comes through, and its cluster has ended by then."""
     program = f"""
 import asyncio, tandem
 async def main():

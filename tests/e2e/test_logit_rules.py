@@ -34,7 +34,7 @@ PROMPTS = [random_prompt(3 + 11 * number, seed=number) for number in range(10)]
 
 
 def asked(params: SamplingParams) -> dict[str, Any]:
-    """As a client says it."""
+    """Returns the parameters in a client's form."""
     given = {name: value for name, value in vars(params).items() if value not in (None, ())}
     return {**given, "logit_bias": dict(params.logit_bias)}
 
@@ -57,7 +57,7 @@ def expected(folder: Path) -> list[list[int]]:
 
 
 def ask_all(island: Island) -> list[list[int]]:
-    """At once."""
+    """Asks for all at once."""
 
     def one(number: int) -> list[int]:
         return tokens_of(complete(island.address, PROMPTS[number], **asked(params_of(number))))
@@ -106,7 +106,7 @@ def test_rules_of_requests_that_move(folder: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("received", [1, 4, 17])
 def test_a_resumed_request_goes_on_with_its_counts(folder: Path, expected: list[list[int]], received: int) -> None:
-    """As after a loss: tokens that are out become part of the prompt, and still count as output."""
+    """A loss leads to this: tokens that are out become part of the prompt, and still count as output."""
     with running_island(folder) as island, grpc.insecure_channel(island.address) as channel:
         stub = inference_pb2_grpc.InferenceStub(channel)
         for number, prompt in enumerate(PROMPTS[:6]):
@@ -131,7 +131,7 @@ def with_text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Island
 
 @pytest.mark.parametrize("text", ["e", "the", "ze"])
 def test_bad_words_as_text(with_text: tuple[Island, Tokenizer], text: str) -> None:
-    """Its tokens are what the model likes best, but never all of them in a row."""
+    """The model likes the word's tokens best, but never writes all of them in a row."""
     island, tokenizer = with_text
     word = tokenizer.encode(text, add_special_tokens=False)
     sampling: dict[str, Any] = {"max_tokens": 40, "temperature": 1, "seed": 1, "ignore_eos": True}

@@ -65,7 +65,7 @@ Answer = tuple[list[int], str | None]
 
 
 async def answers(address: str, prompts: Sequence[Sequence[int]], logprobs: int = 0) -> list[Answer]:
-    """Of requests sent at once."""
+    """Returns the answers to requests sent at once."""
 
     async def one(client: AsyncClient, prompt: Sequence[int]) -> Answer:
         tokens: list[int] = []

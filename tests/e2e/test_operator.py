@@ -1,4 +1,4 @@
-"""What `tandem` says to an operator whose host or command is not right, each through the command line.
+"""Tests what `tandem` tells an operator whose host or command is not right, each through the command line.
 
 `python -m tests.e2e.test_operator` prints a table of what is said, within how many seconds.
 """
@@ -30,7 +30,7 @@ NEEDS_MOUNTS = "needs root, for a mount that only the command sees"
 
 @dataclass(frozen=True)
 class Place:
-    """Where a case runs: a model's folder, and a folder of its own."""
+    """The place where a case runs: a model's folder, and a folder of its own."""
 
     model: Path
     folder: Path
@@ -149,7 +149,7 @@ class Said:
 
 
 def run(command: Command, apart: bool) -> Said:
-    """As a process. apart: with mounts that only the command sees."""
+    """Runs the command as a process. apart: with mounts that only the command sees."""
     line = f"{command.before}exec {sys.executable} -m tandem.cluster.cli " + " ".join(command.arguments)
     began = time.monotonic()
     done = subprocess.run(

@@ -127,7 +127,8 @@ def test_split_at_any_position(chunk: int, tmp_path: Path) -> None:
 
 
 def test_layers_with_a_window_have_fewer_pages(tmp_path: Path) -> None:
-    """As many as three sequences' windows and one forward can use; what is behind them is in use again all the time."""
+    """They have as many as three sequences' windows and one forward can use. Pages that leave a window are reused all
+    the time."""
     folder = save_checkpoint("gemma3", tmp_path)
     prompts = [random_prompt(length, seed) for seed, length in enumerate((CHUNK + 5, 3 * CHUNK, 70, 9, 110, 40))]
     settings = {"scheduler.max_batch_tokens": 16, "scheduler.max_sequences": 3}

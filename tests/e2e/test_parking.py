@@ -108,7 +108,7 @@ GATE = ("llama-2 ranks",)
     ids=[f"{case}-{shape}" for case in CASES for shape in SHAPES if (case, shape) != ("nemotron_h", "ngram")],
 )
 def test_storms(case: str, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four priorities, on pages for a few; then its records are replayed."""
+    """Requests of four priorities have pages for a few; then the records are replayed."""
     if shape == "adaptive":
         move_back_and_forth(2, monkeypatch)
     folder = save_checkpoint(case, tmp_path / "model")
@@ -157,7 +157,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.long
 def test_a_parked_request_has_the_answer_of_one_that_was_not(tmp_path: Path) -> None:
-    """With all that its row has beside its pages."""
+    """Parking keeps all that its row has beside its pages."""
     make_checkpoint(tmp_path / "model", arch="qwen3", size="tiny", seed=1)
     with running_island(tmp_path / "model", {**FEW, "cache.num_pages": 24}) as island:
         for options in OPTIONS.values():

@@ -49,7 +49,7 @@ def cluster(
 
 @contextmanager
 def clients(cluster: Cluster, model: Path, folder: Path) -> Iterator[HostClients]:
-    """Of the last host, and they have had answers already."""
+    """Runs clients on the last host, and yields once they have had answers."""
     prompts = [random_prompt(5 + 13 * number, number) for number in range(6)]
     expected = greedy_all(load_oracle(model), prompts, OUTPUT)
     sampling = GREEDY | {"max_tokens": OUTPUT}

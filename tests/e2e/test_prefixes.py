@@ -1,4 +1,5 @@
-"""Who shares cached prefixes with whom, and whether the gateway knows who holds them: real workers, both frontends."""
+"""Tests who shares cached prefixes with whom, and that the gateway knows who holds them: real workers, both
+frontends."""
 
 import asyncio
 import random
@@ -44,7 +45,7 @@ def ask(island: Island, prompt: list[int], salt: str = "", max_tokens: int = 4) 
 
 
 def knows_its_workers(gateway: Gateway, island: Island) -> bool:
-    """Whether the gateway's view is what the workers' indexes hold."""
+    """Returns whether the gateway's view equals the workers' indexes."""
     view: PrefixView[Any] = gateway._islands._prefixes.pages
     for worker in island.workers:
         keys = worker.on_step_thread(lambda worker=worker: set(worker.cache.prefix_changes().added.tolist()))
@@ -176,9 +177,9 @@ def test_families_with_windows_share_system_prompts_and_chats(family: str, tmp_p
 
 
 def computed_tokens(model: Path, policy: str) -> int:
-    """Of eight chats of five turns, all at once, on two workers of each kind.
+    """Returns the tokens computed for eight chats of five turns, all at once, on two workers of each kind.
 
-    Who spoke last in one turn speaks first in the next, so that taking workers in turns gives a chat the other one.
+    The last speaker of one turn speaks first in the next, so taking workers in turns gives a chat the other worker.
     """
 
     async def all_chats(address: str) -> int:

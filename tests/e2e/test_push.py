@@ -1,4 +1,5 @@
-"""What arrives at the decode worker equals what the prefill worker holds, bit for bit, however it travelled."""
+"""Tests that what arrives at the decode worker equals what the prefill worker holds, bit for bit, however it
+travelled."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -56,7 +57,7 @@ def forget(worker: Worker) -> None:
 
 
 def recorded_forwards(worker: Worker) -> list[list[int]]:
-    """From now on, how many tokens of each sequence every forward of the worker computes, ascending."""
+    """Records, from now on, how many tokens of each sequence every forward of the worker computes, ascending."""
     forwards: list[list[int]] = []
     begin = worker.cache.begin
 
@@ -145,7 +146,7 @@ def test_both_kinds_in_one_forward_for_several_receivers(checkpoint: Path, islan
 
 @pytest.mark.parametrize("chunk", [1, 13, 512])
 def test_kv_equals_a_local_computation(checkpoint: Path, chunk: int) -> None:
-    """In however many chunks it was computed."""
+    """The number of chunks does not matter."""
     prompt = random_prompt(57, 40)
     with running_island(checkpoint, {"scheduler.max_batch_tokens": chunk}) as island:
         complete(island.address, prompt, max_tokens=2, **GREEDY)

@@ -46,7 +46,7 @@ def shape_of(prefill: int, decode: int) -> dict[str, Any]:
 
 
 def is_idle(island: Island) -> bool:
-    """Whether nothing is held, on any rank."""
+    """Returns whether nothing is held, on any rank."""
     return all(worker.on_step_thread(lambda one=worker: TvmCache.of(one.cache).is_empty) for worker in island.workers)
 
 
@@ -80,7 +80,7 @@ def test_tokens_of_every_family(case: str, prefill: int, decode: int, tmp_path: 
 def test_requests_that_move_between_unlike_workers(
     prefill: int, decode: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And prompts that their decode worker computes."""
+    """Some prompts are computed by their decode worker."""
     move_back_and_forth(2, monkeypatch)
     folder = save_checkpoint("gemma3", tmp_path)
     prompts = [random_prompt(5 + 9 * number, seed=number) for number in range(8)]
@@ -175,7 +175,7 @@ def test_a_rank_that_stalls_is_named(small_model: Path, capsys: pytest.CaptureFi
 
 
 def ranks_of(client: Client) -> list[inference_pb2.RankInfo]:
-    """Of the decode worker."""
+    """Returns the ranks of the decode worker."""
     (island,) = client.cluster_info().islands
     return list(island.workers[1].ranks)
 

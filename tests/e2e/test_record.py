@@ -48,7 +48,7 @@ TOKENS = [kind[0] for kind in schema()].index(TokensEntry.__name__)  # what such
 
 
 def sampling(dice: random.Random, kinds: Sequence[str]) -> dict[str, Any]:
-    """Of one request."""
+    """Draws the sampling parameters of one request."""
     given: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
     kind = dice.choice(kinds)
     if kind != "greedy":
@@ -107,7 +107,7 @@ def record_storm(
 
 @pytest.fixture(scope="module")
 def files(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Of one storm that no test changes."""
+    """Makes the files of one storm that no test changes."""
     settings = {"speculation.method": "ngram", "cache.num_pages": 40}
     return record_storm(small_model, tmp_path_factory.mktemp("records"), settings, 50)[1]
 
@@ -181,7 +181,7 @@ def test_other_storms_are_replayed(kind: str, tmp_path: Path, monkeypatch: pytes
 
 @pytest.fixture(scope="module")
 def files_of_leaders(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Of a prefill worker with two ranks and of a decode worker with one."""
+    """Makes the files of a prefill worker with two ranks and of a decode worker with one."""
     settings = {"island.prefill_ranks": 2, "island.num_decode": 1, "cache.num_pages": 40}
     return record_storm(small_model, tmp_path_factory.mktemp("leaders"), settings, 20)[1]
 
@@ -375,7 +375,7 @@ def test_a_forged_header_is_refused_with_what_is_accepted(
 
 
 def test_no_value_of_a_header_makes_a_replay_crash(files: list[Path], tmp_path: Path) -> None:
-    """What is not refused is replayed."""
+    """A value that is not refused is replayed."""
     header = json.loads(files[2].read_bytes().split(b"\n", 2)[1].rpartition(b" ")[0])
     config = header["config"]
     fields = [*header, *(f"config.{name}" for name in config)]

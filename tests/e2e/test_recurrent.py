@@ -47,7 +47,7 @@ def rewrite(folder: Path, changes: dict[str, Any]) -> None:
 
 
 def is_idle(island: Island) -> bool:
-    """Whether no sequence is left, and no page of K and V or of states is in use."""
+    """Returns whether no sequence is left, and no page of K and V or of states is in use."""
     caches = [TvmCache.of(worker.cache) for worker in island.workers]
     return all(one.is_empty and one.room(1).free == one.room(1).total for one in caches)
 
@@ -88,7 +88,7 @@ def save_with_images(case: str, folder: Path) -> Any:
 @pytest.mark.gate("qwen3_5")
 @pytest.mark.parametrize("case", ["qwen3_5", "qwen3_5_moe"])
 def test_the_text_decoder_of_a_model_for_images(case: str, tmp_path: Path) -> None:
-    """Its layer for multi-token prediction drafts."""
+    """The model's layer for multi-token prediction drafts."""
     oracle, path = save_with_images(case, tmp_path), tmp_path / "model.safetensors"
     stored = load_file(save_mtp(tmp_path / "text", case) / path.name)
     save_file(load_file(path) | {name: one for name, one in stored.items() if name.startswith("mtp.")}, path)
@@ -136,7 +136,7 @@ def test_each_choice_has_a_state_of_its_own(case: str, tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("case", ["qwen3_next", "kimi_linear", "nemotron_h"])
 def test_requests_that_move_are_computed_again(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And prompts that their decode worker computes beside its rows."""
+    """Some prompts are computed by their decode worker beside its rows."""
     move_back_and_forth(2, monkeypatch)
     folder = save_checkpoint(case, tmp_path)
     prompts = [random_prompt(5 + 9 * number, seed=number) for number in range(6)]

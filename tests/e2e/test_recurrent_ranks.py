@@ -63,7 +63,7 @@ def test_prompts_go_on_from_snapshots(case: str, prefill: int, decode: int, tmp_
 @pytest.mark.gate("nemotron_h-2+2")
 @pytest.mark.parametrize(("case", "prefill", "decode"), ALL, ids=IDS)
 def test_drafts_are_taken_out_of_states(case: str, prefill: int, decode: int, tmp_path: Path) -> None:
-    """Of which some hold. What a drafted output leaves is a prefix for the next turn."""
+    """Some drafts hold. A drafted output leaves a prefix for the next turn."""
     settings = save(case, prefill, decode, tmp_path) | SPECULATING
     oracle, prompts = load_oracle(tmp_path), [random_prompt(30 + 17 * number, number) for number in range(2)]
     due = greedy_all(oracle, prompts, 24)
@@ -82,7 +82,7 @@ def test_drafts_are_taken_out_of_states(case: str, prefill: int, decode: int, tm
 def test_requests_move_between_unlike_workers(
     case: str, prefill: int, decode: int, speculates: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And prompts that their decode worker computes."""
+    """Some prompts are computed by their decode worker."""
     move_back_and_forth(2, monkeypatch)
     settings = save(case, prefill, decode, tmp_path)
     settings |= {"scheduler.roles": "adaptive", "scheduler.token_seconds": 0.02}
@@ -100,6 +100,6 @@ def test_requests_move_between_unlike_workers(
 @pytest.mark.long
 @pytest.mark.parametrize(("case", "prefill", "decode"), ALL, ids=IDS)
 def test_evicted_states_come_back(case: str, prefill: int, decode: int, tmp_path: Path) -> None:
-    """From the host memory of each rank, in a storm that its records replay."""
+    """They come from the host memory of each rank, in a storm that its records replay."""
     settings = save(case, prefill, decode, tmp_path / "model")
     check_storm(tmp_path / "model", tmp_path / "records", settings, check_idle, count=20)

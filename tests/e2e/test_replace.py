@@ -34,7 +34,7 @@ MAX_TOKENS = 6
 
 
 class Room:
-    """Of one host: how many workers both clusters may have together."""
+    """The room of one host: how many workers both clusters may have together."""
 
     def __init__(self, workers: int) -> None:
         self.workers = workers

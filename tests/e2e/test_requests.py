@@ -1,4 +1,4 @@
-"""What a request may say, through the gRPC server: parameters, finish reasons, errors."""
+"""Tests what a request may contain, through the gRPC server: parameters, finish reasons, errors."""
 
 import asyncio
 import threading
@@ -254,7 +254,7 @@ def test_full_queue(folder: Path, bound: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_a_pool_that_holds_one_request_serves_them_one_after_another(folder: Path, workers: int) -> None:
-    """On both sides: 13 pages are needed of 13, and with two of each kind whoever is free takes the next."""
+    """Each side needs 13 pages of 13. With two workers of each kind a free one takes the next."""
     prompts = [random_prompt(60, seed, 500) for seed in range(6)]
     settings = {"cache.num_pages": 13, "island.num_prefill": workers, "island.num_decode": workers}
     with running_island(folder, settings) as island:

@@ -133,7 +133,7 @@ def test_the_stream_goes_on_where_it_broke(
 
 
 def test_text_and_stop_strings_go_on_across_the_break(island: Island, stub: inference_pb2_grpc.InferenceStub) -> None:
-    """For every place where the stream may break, also in the middle of a stop string or of a character."""
+    """The stream may break anywhere, also in the middle of a stop string or of a character."""
     prompt = random_prompt(20, 2, 500)
     whole = text_of(complete(island.address, prompt, **SAMPLING))
     stop = whole[len(whole) // 2 :][:3]

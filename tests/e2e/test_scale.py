@@ -37,7 +37,7 @@ OVERRIDES: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its own, for its weights are taken away now and then."""
+    """Makes a checkpoint for this file alone, for its weights are taken away now and then."""
     folder = tmp_path_factory.mktemp("scale") / "model"
     make_checkpoint(folder, arch="llama", size="tiny", seed=3)
     return folder
@@ -76,7 +76,7 @@ def tandem(*arguments: str) -> int:
 
 
 def segments(pid: int) -> int:
-    """How many PEs' pages the process has mapped."""
+    """Returns the number of PEs whose pages the process has mapped."""
     maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return len({line.split()[4] for line in maps if "memfd:tandem-pages" in line})
 
@@ -164,7 +164,7 @@ def test_a_worker_that_dies_meanwhile_brings_the_old_shape_back(served: str, cas
 
 
 def test_an_island_of_one_worker_gets_another_and_gives_it_up(checkpoint: Path, case: Case) -> None:
-    """And takes requests again after its only worker was lost."""
+    """It takes requests again after its only worker was lost."""
     settings = {"model.path": str(checkpoint), **OVERRIDES, "num_islands": 1, "island.num_prefill": 0}
     cluster = Cluster(load_config(None, settings | {"scheduler.roles": "colocated"}), LocalProcesses(STEADY))
     address = cluster.start()

@@ -67,7 +67,7 @@ def test_the_same_over_http(island: Island, expected: list[list[int]]) -> None:
 
 
 def test_several_answers_and_prompts_slide_each_by_itself(island: Island, expected: list[list[int]]) -> None:
-    """With log-probabilities of the prompts."""
+    """The prompts have log-probabilities."""
     body: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "return_token_ids": True, "sliding": SLIDING}
     prompts = [PROMPTS[3], PROMPTS[4]]
     found = answer(island.http, "/v1/completions", prompt=prompts, n=2, max_tokens=OUTPUT, prompt_logprobs=1, **body)
@@ -111,7 +111,7 @@ def test_http_names_the_field(island: Island) -> None:
 
 
 def test_a_full_window_is_not_resumed(island: Island, expected: list[list[int]]) -> None:
-    """What has left it would have to be computed again; before that a stream goes on where it was."""
+    """Positions that have left it would have to be computed again; before that a stream goes on where it was."""
     sampling = inference_pb2.SamplingParams(
         max_tokens=OUTPUT, temperature=0, ignore_eos=True, sliding=inference_pb2.SlidingWindow(**SLIDING)
     )

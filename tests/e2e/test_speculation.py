@@ -27,7 +27,7 @@ def outputs(small_model: Path) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def island(small_model: Path) -> Iterator[Island]:
-    """With drafts by prompt lookup."""
+    """Runs an island with drafts by prompt lookup."""
     with running_island(small_model, {**SPECULATING, "gateway.http_port": 0}) as island:
         yield island
 

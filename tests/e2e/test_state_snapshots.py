@@ -21,7 +21,7 @@ SETTINGS: dict[str, Any] = {"cache.state_interval": EVERY, "cache.state_share": 
 
 
 def cached_of(island: Island, prompt: list[int], expected: list[int], salt: str = "") -> int:
-    """How many tokens of the prompt were not computed; its tokens are compared."""
+    """Compares the tokens, and returns how many tokens of the prompt were not computed."""
     with island.client() as client:
         updates = list(client.generate(prompt, cache_salt=salt, timeout=60, max_tokens=len(expected), **GREEDY))
     assert tokens_of(updates) == expected
@@ -62,7 +62,7 @@ def test_prompts_go_on_from_the_last_snapshot_that_is_theirs(tmp_path: Path) -> 
 
 @pytest.mark.long
 def test_requests_that_move_go_on_from_a_snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the worker that it leaves has computed its last full page, which is not so right after another move."""
+    """It needs a worker that has computed its last full page, which is not so right after another move."""
     move_back_and_forth(2, monkeypatch)
     folder = save_checkpoint("qwen3_next", tmp_path)
     prompts = [random_prompt(100 + 9 * number, seed=number) for number in range(4)]

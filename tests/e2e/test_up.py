@@ -128,7 +128,7 @@ def test_requests_at_the_command_line(running: Up, small_model: Path) -> None:
 
 @pytest.mark.long
 def test_a_second_cluster_on_the_same_ray(running: Up, small_model: Path) -> None:
-    """Which asks for a token that only its user can read. Each cluster has its own end."""
+    """It asks for a token that only its user can read. Each cluster has its own end."""
     assert running.process.stderr is not None
     place = next(line for line in running.process.stderr if line.startswith("on the Ray at ")).split()[-1]
     assert ray_says_without_token(place) == grpc.StatusCode.UNAUTHENTICATED
@@ -205,7 +205,7 @@ def test_what_dies_is_started_again_until_it_has_died_too_often(running: Up, sma
 
 
 def decode_worker(client: Client) -> int:
-    """Its pid."""
+    """Returns the decode worker's pid."""
     (island,) = client.cluster_info().islands
     (worker,) = [worker for worker in island.workers if worker.role == inference_pb2.ROLE_DECODE]
     assert worker.alive
@@ -214,7 +214,7 @@ def decode_worker(client: Client) -> int:
 
 @pytest.fixture
 def manager(tmp_path: Path) -> Iterator[socket.socket]:
-    """Where a service manager listens."""
+    """Makes the socket on which a service manager listens."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind(str(tmp_path / "notify"))
         listener.settimeout(30)
@@ -222,7 +222,7 @@ def manager(tmp_path: Path) -> Iterator[socket.socket]:
 
 
 def test_down_leaves_nothing(small_model: Path, manager: socket.socket) -> None:
-    """And the service manager hears of the start, of what follows, and of the end."""
+    """The service manager hears of the start, of what follows, and of the end."""
     told = {"NOTIFY_SOCKET": manager.getsockname(), "WATCHDOG_USEC": "600000"}
     with up(small_model, environ=told) as running:
         started = running.descendants
@@ -262,7 +262,7 @@ def long_model(small_model: Path, tmp_path: Path) -> Path:
 
 
 def test_kill_minus_nine_leaves_nothing(long_model: Path) -> None:
-    """And its clients hear at once why their streams end."""
+    """Its clients hear at once why their streams end."""
     with up(long_model, "cache.num_pages=16384") as killed, Client(killed.address, resume_seconds=0) as client:
         started = killed.descendants
         streams = [client.generate([5, 6, 7], max_tokens=60000, timeout=60, **GREEDY) for _ in range(4)]

@@ -1,4 +1,4 @@
-"""What the gateway sends through new workers before it is ready."""
+"""Tests what the gateway sends through new workers before it is ready."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_pair_has_computed_before_the_island_is_ready(folder: Path) -> None:
-    """And nothing of it is left: pages are free, and tokens are those of transformers."""
+    """Nothing of it is left: pages are free, and tokens are those of transformers."""
     shape = {"island.num_prefill": 2, "island.num_decode": 2, "gateway.warm_up": True}
     prompt = random_prompt(20, seed=1)
     with running_island(folder, shape) as island:

@@ -59,7 +59,7 @@ def healthcheck(stage: Stage) -> str:
 
 
 def findings(text: str, ignored: str) -> list[str]:
-    """What is wrong with a Dockerfile whose .dockerignore is `ignored`. Empty for a good one."""
+    """Returns the faults of a Dockerfile whose .dockerignore is `ignored`. Empty for a good one."""
     try:
         head, *built = stages(text)
     except ValueError as error:

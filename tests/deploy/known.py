@@ -1,4 +1,4 @@
-"""What deployment files must agree with: this checkout's version, pins files and command lines."""
+"""The facts that deployment files must agree with: this checkout's version, pins files and command lines."""
 
 import re
 import shlex
@@ -34,7 +34,7 @@ def parse_tandem(words: Sequence[str]) -> tuple[str, dict[str, Any]]:
 
 
 def parse_ray(words: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """As parse_tandem(), for `ray`."""
+    """Parses a `ray` command as parse_tandem() parses `tandem`."""
     if Path(words[0]).name != "ray":
         raise click.UsageError(f"{words[0]} is not ray")
     return _parse(ray.scripts.scripts.cli, list(words[1:]))

@@ -68,7 +68,7 @@ class Manifest:
 
     @property
     def environ(self) -> dict[str, str]:
-        """What the manifest says of it; the image has more."""
+        """Returns the container's environment in the manifest; the image adds more."""
         return {one["name"]: one["value"] for one in self.container.get("env", ()) if "value" in one}
 
     def config(self) -> ClusterConfig:
@@ -79,7 +79,7 @@ class Manifest:
             return load_config(file.name, (), given)
 
     def ray_start(self, **more: str) -> str:
-        """What KubeRay puts into KUBERAY_GEN_RAY_START_CMD: sorted options, between spaces."""
+        """Returns what KubeRay puts into KUBERAY_GEN_RAY_START_CMD: sorted options, between spaces."""
         limits = self.container["resources"]["limits"]
         given = {"block": "true", "dashboard-agent-listen-port": "52365", "metrics-export-port": "8080"}
         given |= {"num-cpus": limits["cpu"]} | ({"dashboard-host": "0.0.0.0"} if self.is_head else {})
@@ -277,7 +277,7 @@ def _of_rights(manifest: Manifest) -> Iterator[str]:
 
 
 def _of_workers(manifest: Manifest, config: ClusterConfig) -> Iterator[str]:
-    """Of a worker group."""
+    """Yields the faults of a worker group."""
     if manifest.script != f'eval "exec ${{{START}}}"':
         yield f"a worker's Ray is not started by {START}: {manifest.script}"
     group, container = manifest.group, manifest.container

@@ -1,4 +1,4 @@
-"""What the files for several hosts run on each of them: by systemd, by `ray up`, and by KubeRay.
+"""Commands that the files for several hosts run on each of them: by systemd, by `ray up`, and by KubeRay.
 
 Each start gives the first host's commands, those of a further host, and the one of `tandem up`. Paths of an installed
 tandem become those of this checkout.

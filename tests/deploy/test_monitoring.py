@@ -41,7 +41,7 @@ def unknown(monitor: dict[str, Any]) -> Iterator[str]:
 
 
 def misses(monitor: dict[str, Any], cluster: manifest.Manifest) -> Iterator[str]:
-    """Why a ServiceMonitor would not find the metrics of a cluster."""
+    """Yields why a ServiceMonitor would not find the metrics of a cluster."""
     wanted, service = monitor["spec"]["selector"]["matchLabels"], cluster.service
     if not wanted.items() <= service["metadata"]["labels"].items():
         yield f"the labels {wanted} are not the Service's"

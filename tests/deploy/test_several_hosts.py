@@ -85,11 +85,11 @@ class Running:
         return json.loads(self.on(CLIENT, *client))
 
     def statuses(self) -> list[int]:
-        """Of /ready, /health and /metrics on each host, without a token."""
+        """Returns the statuses of /ready, /health and /metrics on each host, without a token."""
         return [int(line) for line in self.on(CLIENT, sys.executable, "-c", ASK, self.monitors).split()]
 
     def opened(self, addresses: list[str]) -> set[str]:
-        """Those at which a client's connection is taken."""
+        """Returns the addresses that accept a client's connection."""
         taken = json.loads(self.on(CLIENT, sys.executable, "-c", CONNECT, *addresses))
         return {address for address, one in zip(addresses, taken, strict=True) if one}
 

@@ -80,7 +80,7 @@ def certify(folder: Path) -> dict[str, str]:
 
 
 def environment(folder: Path, model: Path, ray_folder: str) -> dict[str, str]:
-    """What the image, the manifest and KubeRay give the container, and HERE."""
+    """Returns the environment that the image, the manifest and KubeRay give the container, and HERE."""
     gcs, *others = map(str, free_ports(4))
     names = ("dashboard-agent-listen-port", "metrics-export-port", "ray-client-server-port")
     options = dict(zip(names, others, strict=True))

@@ -94,7 +94,7 @@ def test_an_error_in_it_is_found(before: str, after: str, finding: str) -> None:
 
 
 def findings_of_nodes(head: str, worker: str, joins: str) -> Iterator[str]:
-    """What is wrong with the units of several hosts."""
+    """Yields the faults of the units of several hosts."""
     ours = TEXT.split("[Service]")[1]
     for text in (head, worker):
         (line,) = unit_values(text, "ExecStart")
@@ -167,7 +167,7 @@ def test_an_error_in_those_of_several_hosts_is_found(number: int, before: str, a
 
 
 def complaints(text: str, folder: Path, name: str = UNIT.name) -> str:
-    """What systemd says of a unit, whose program stands here elsewhere."""
+    """Returns what systemd reports of a unit, whose program is replaced here."""
     unit = folder / name
     text = re.sub("/opt/tandem/bin/(tandem|ray)", str(shutil.which("true")), text)
     unit.write_text(text, encoding="utf-8")

@@ -100,7 +100,7 @@ def link_packages(distributions: dict[str, Distribution], site: Path) -> None:
 
 
 def test_each_file_is_declared_by_its_package() -> None:
-    """What is not is missing in the wheel. This needs no build."""
+    """An undeclared file is missing in the wheel. This needs no build."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
     packages = {name.removeprefix("tandem.").replace(".", "/"): name for name in declared["packages"]}
     packages |= {folder: name for name, folder in declared["package-dir"].items()}

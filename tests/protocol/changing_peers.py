@@ -21,7 +21,7 @@ EPOCH = 2  # of the process that takes the place
 
 
 class DroppingWires(WireTransport):
-    """As a RankTransport: what goes to a lost peer is dropped."""
+    """Wires of a RankTransport: what goes to a lost peer is dropped."""
 
     is_lost = False
 
@@ -37,7 +37,7 @@ class DroppingWires(WireTransport):
 
 @dataclass(eq=False)
 class PeerFence(Quiet):
-    """To the process that is lost. It is quiet once that is cut."""
+    """A fence to the process that is lost. It is quiet once the process is cut."""
 
     rank: "RankWithPeers | None" = None
 

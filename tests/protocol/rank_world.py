@@ -85,7 +85,7 @@ class Rank:
         )
 
     def mark(self) -> Callable[[], bool]:
-        """As a runner's."""
+        """Makes a mark, as a runner does."""
         self.marks.append(Quiet())
         return self.marks[-1].is_quiet
 
@@ -264,7 +264,7 @@ class RankWorld:
                 self.findings.append(f"calls are overwritten that rank {rank.number} has not read")
 
     def wait(self, is_so: Callable[[], bool], seconds: float, otherwise: str) -> None:
-        """As wait_until(): the followers that are left read on meanwhile, the last one first."""
+        """Waits as wait_until() does: the followers that are left read on meanwhile, the last one first."""
         while not is_so():
             readers = [rank.number for rank in self.ranks[:0:-1] if self._reads(rank)]
             if not readers:
@@ -302,7 +302,7 @@ class RankWorld:
         return bool(self._program[self.at]())
 
     def state(self) -> tuple[object, ...]:
-        """By which worlds are told apart."""
+        """Returns the state that tells worlds apart."""
         return (
             self.at,
             self._losses_left,
@@ -329,7 +329,7 @@ def rank_world(num_losses: int, kind: type[RankWorld] = RankWorld) -> Iterator[R
 
 
 def walk(seed: int, num_losses: int, kind: type[RankWorld] = RankWorld) -> str:
-    """What goes wrong on one random way to the end, and the way; empty where nothing does."""
+    """Walks one random way to the end. Returns what goes wrong, and the way; empty if nothing does."""
     chance, way = random.Random(seed), list[Event]()
     with rank_world(num_losses, kind) as world:
         while not world.findings and (events := list(world.events())) and len(way) < LONGEST_WALK:
@@ -339,7 +339,8 @@ def walk(seed: int, num_losses: int, kind: type[RankWorld] = RankWorld) -> str:
 
 
 def explore_ranks(num_losses: int, most_worlds: int) -> Explored:
-    """As explore(). Each world is reached from the first one anew: it has few events, and memory of its own."""
+    """Explores as explore() does. Each world is reached from the first one anew: it has few events, and memory of its
+    own."""
     known, todo = set[object](), deque[tuple[Event, ...]]([()])
     while todo:
         before = todo.popleft()

@@ -40,7 +40,8 @@ LAYOUT = KVLayout((LayerGroup((0,), KV(1, 1)),), 1, torch.float32)
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the workers. Pages have one position each; num_signals: how many requests can be awaited at a time."""
+    """The shape of the workers. Pages have one position each; num_signals: how many requests can be awaited at a
+    time."""
 
     num_pages: int = 4
     num_signals: int = 2
@@ -62,7 +63,7 @@ class Ticks:
 
 @dataclass(eq=False)
 class Stream:
-    """What the client of one StartGenerate gets. left: nobody reads it any more."""
+    """The output of one StartGenerate for its client. left: nobody reads it any more."""
 
     label: int
     prompt_tokens: int

@@ -95,7 +95,7 @@ class WireTransport(Transport):
         self._is_cut = 1 - config.pe in config.vacant
 
     def cut(self, pe: int) -> None:
-        """As of the elastic transports: see Transport."""
+        """Cuts off a PE, as an elastic transport does: see Transport."""
         self._is_cut = True
         self._own.cut()
         self._other.pass_all()

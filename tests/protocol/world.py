@@ -35,7 +35,7 @@ ROUNDS_TO_THE_END = 12
 
 @dataclass(frozen=True)
 class Limits:
-    """How often what may happen; calls are counted for each request."""
+    """The most times that each event may happen; calls are counted for each request."""
 
     requests: int = 1
     alike: bool = False  # all requests have the same prompt
@@ -82,7 +82,8 @@ class Known:
 
     @property
     def writer_is_quiet(self) -> bool:
-        """Whether the gateway may say so: the sender did, or has not heard of the request and never will."""
+        """Returns whether the gateway may report the writer quiet: the sender did, or will never hear of the
+        request."""
         return (
             self.is_local
             or self.nobody_sends
@@ -210,7 +211,7 @@ class World:
         self.island.transports[DECODE].posts_that_fail += 1
 
     def _die(self) -> None:
-        """What it has written may land all the same; nobody computes or answers any more."""
+        """Kills the PE. Its writes may land all the same; it computes and answers nothing any more."""
         self.dead = True
 
     def _begin_epoch(self) -> None:
@@ -222,7 +223,7 @@ class World:
 
     @property
     def stays_away(self) -> bool:
-        """Whether the leaver has gone for good."""
+        """Returns whether the leaver has gone for good."""
         return self.away == "parted" and bool(self.used["leave"]) and not self.limits.comes_back
 
     @property
@@ -231,7 +232,7 @@ class World:
         return self.limits.leaver
 
     def _leave(self) -> None:
-        """What it has written may land until the other one cuts it."""
+        """Removes the PE. Its writes may land until the other one cuts it."""
         self.away = "left"
 
     def _cut(self) -> None:

@@ -1,4 +1,4 @@
-"""Who joins an island, who is refused, and how it ends."""
+"""Tests who joins an island, who is refused, and how joining ends."""
 
 import json
 import re

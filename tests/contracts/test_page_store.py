@@ -35,7 +35,8 @@ def content(group: int, name: int) -> torch.Tensor:
 
 
 class Naive:
-    """By group and name the numbers of a page; the first was used longest ago. disk: all that ever came."""
+    """A naive store: the numbers of a page by group and name; the first was used longest ago. disk: all that ever
+    came."""
 
     def __init__(self) -> None:
         self.groups = [OrderedDict[int, list[float]]() for _ in SLOTS]
@@ -88,7 +89,7 @@ def settle(store: PageStore) -> None:
 
 
 def bring(store: PageStore, group: int, names: list[int]) -> None:
-    """What the disk has of these comes up."""
+    """Brings up the pages of these names that are on the disk."""
     below = store.find_below(group, digests(names)) | store.find(group, digests(names))
     wanted = [name for name, there in zip(names, below.tolist(), strict=True) if there]
     number = store.lift([(group, digests(wanted))])

@@ -39,7 +39,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def island(name: str) -> Iterator[list[Transport]]:
-    """Its second PE is at the end of the list once more, if it was replaced."""
+    """Makes an island. A replaced second PE is at the end of the list once more."""
     transports = registered_island(name, CONFIG)
     handles = [transport.open() for transport in transports]
     for transport in transports:

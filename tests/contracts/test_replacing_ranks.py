@@ -30,7 +30,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 def ranks_of(name: str, pe: int, epochs: tuple[int, ...] = ()) -> Worker:
-    """Of one worker, which have not opened their memory."""
+    """Makes the ranks of one worker, which have not opened their memory."""
     rows = mailbox_rows(ROWS, len(SIZES))
     found = []
     for rank, layout in enumerate(WORKERS[pe]):
@@ -42,7 +42,7 @@ def ranks_of(name: str, pe: int, epochs: tuple[int, ...] = ()) -> Worker:
 
 @pytest.fixture
 def island(name: str) -> Iterator[list[Worker]]:
-    """Its second worker is at the end of the list once more, if it was replaced."""
+    """Makes an island. A replaced second worker is at the end of the list once more."""
     workers = [ranks_of(name, pe) for pe in range(len(SIZES))]
     handles = [one.open() for ranks in workers for one in ranks]
     for ranks in workers:

@@ -67,14 +67,14 @@ def make(request: pytest.FixtureRequest) -> Iterator[Make]:
 
 
 def config_of(layouts: list[KVLayout]) -> TransportConfig:
-    """Of PE 0, with what its pages have in common with those of all."""
+    """Makes the config of PE 0, with the regions that its pages share with all others."""
     config = TransportConfig(0, len(layouts), layouts[0], (NUM_PAGES,) * 2, 2, "shards", 1, layouts=tuple(layouts))
     assert len(config.regions) == len(layouts)
     return config
 
 
 def part(whole: list[Tensor], layout: KVLayout, group: int) -> Tensor:
-    """What a shard holds of pools of the whole model."""
+    """Returns a shard's part of the whole model's pools."""
     of, shard = layout.groups[group], layout.shard
     layers = [LAYERS[group].index(layer + shard.first_layer) for layer in of.layers]
     heads = slice(shard.rank * of.num_kv_heads, (shard.rank + 1) * of.num_kv_heads)

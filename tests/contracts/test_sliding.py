@@ -41,7 +41,7 @@ def run(cache: TvmCache, count: int, seed: int) -> None:
 @pytest.mark.parametrize("config", [two_groups()], indirect=True, ids=["float32"])
 @pytest.mark.parametrize("slides", [True, False], ids=["sliding", "plain"])
 def test_what_a_window_shows_lands(island: list[Transport], slides: bool) -> None:
-    """Of a sequence that slides alike, and of a plain one."""
+    """The sender's sequence slides alike, or is a plain one."""
     sender, receiver = cache_on(island[0]), cache_on(island[1])
     for cache, its_own in ((sender, slides), (receiver, True)):
         cache.add_sequence(0)

@@ -1,4 +1,5 @@
-"""What every transport brings of a sequence is what the spans of its layer groups say, and no entry more."""
+"""Tests that every transport brings the entries of a sequence that the spans of its layer groups name, and no
+others."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -106,7 +107,7 @@ def store(cache: TvmCache, forward: Forward, number: int, layer: int) -> None:
 
 
 def first_needed(span: Span, query: int) -> int:
-    """As transformers' masks have it."""
+    """Returns the first position that transformers' masks show to a query."""
     if isinstance(span, Window):
         return max(query - span.size + 1, 0)
     return query // span.size * span.size if isinstance(span, Chunk) else 0

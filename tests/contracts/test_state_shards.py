@@ -68,7 +68,7 @@ def test_each_rank_gets_the_states_of_its_heads(senders: int, receivers: int, ru
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("senders", "receivers"), [*SIDES, (4, 4)])
 def test_a_rank_is_written_by_those_with_its_heads(senders: int, receivers: int, rule: str) -> None:
-    """Not by those with whom it shares no more than a head that serves others."""
+    """A rank that shares no more than a serving head with it does not write."""
     sides = [[layout_of(RULES[rule], rank, PAGE_SIZE) for rank in shards(size)] for size in (senders, receivers)]
     writers = Writers(*sides)
     for receiver in range(receivers):

@@ -1,4 +1,4 @@
-"""What every transport does."""
+"""Tests of what every transport does."""
 
 import time
 
@@ -32,7 +32,7 @@ def same_bits(pools: tuple[Tensor, ...], expected: Pools) -> bool:
 
 
 def mailbox_with(transport: Transport, row: int, signal: int) -> Int64Array:
-    """Its mailbox, as soon as that signal stands in that row."""
+    """Returns the transport's mailbox, as soon as that signal stands in that row."""
     deadline = time.monotonic() + 20
     while int((mailbox := transport.mailbox())[row, 0]) != signal:
         assert time.monotonic() < deadline, "the signal did not come"

@@ -33,7 +33,7 @@ MOST_SAID = 500  # characters of an installer's errors
 
 
 class Environments:
-    """In folders of their names, below one folder. What is installed stays for the next run."""
+    """Environments in folders of their names, below one folder. Installed packages stay for the next run."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -52,7 +52,7 @@ class Environments:
             self._failed[name] = f"not installed: {said.strip()[-MOST_SAID:]}"
 
     def version(self, name: str, package: str) -> str | None:
-        """Of an installed client; None where it is not."""
+        """Returns the version of an installed client; None if it is not installed."""
         if name in self._failed:
             return None
         if name == NODE:
@@ -63,7 +63,7 @@ class Environments:
         return found.stdout.strip() or None
 
     def reason(self, name: str) -> str:
-        """Why a client is not there."""
+        """Returns why a client is missing."""
         return self._failed.get(name, "not installed")
 
     def run(self, name: str, script: Path, variables: dict[str, str]) -> "subprocess.CompletedProcess[str]":
@@ -88,7 +88,7 @@ class Environments:
 
     @property
     def _packages(self) -> Path:
-        """Of this interpreter's minor version, as its environments are."""
+        """Returns the folder of packages for this interpreter's minor version, which the environments have, too."""
         return Path("lib") / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
 
     @property

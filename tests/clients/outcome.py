@@ -1,4 +1,4 @@
-"""What came of one client's script."""
+"""The outcome of one client's script."""
 
 import subprocess
 from dataclasses import dataclass, field

@@ -28,7 +28,7 @@ class Served:
     variables: dict[str, str]
 
     def has(self, route: str) -> bool:
-        """Whether it has a path for POST."""
+        """Returns whether the server has the path for POST."""
         token = self.variables["TANDEM_API_KEY"]
         headers = {"authorization": f"Bearer {token}"}
         return httpx.post(self.http + route, json={}, headers=headers, timeout=60, trust_env=False).status_code != 404

@@ -1,4 +1,4 @@
-"""Whether a client's failure can hide: in its lines, in its exit code, or in a script that nobody runs."""
+"""Tests that a client's failure cannot hide: in its lines, in its exit code, or in a script that nobody runs."""
 
 import re
 import subprocess

@@ -26,7 +26,7 @@ def degrees(city: Literal["Berlin", "Paris"]) -> str:
 
 
 def agent(kind: type) -> Agent:
-    """Its first answer has to be a call; then it answers with a text."""
+    """Makes an agent whose first answer has to be a call; then it answers with a text."""
     client = openai.AsyncOpenAI(base_url=BASE_URL, api_key=API_KEY, max_retries=0)
     settings = ModelSettings(tool_choice="required", parallel_tool_calls=False, max_tokens=300, temperature=0)
     model = kind(model=MODEL, openai_client=client)

@@ -52,7 +52,7 @@ def an_echo() -> None:
 
 
 def an_echo_alone() -> None:
-    """How evaluations score a text: no token is generated."""
+    """Scores a text as evaluations do: no token is generated."""
     (choice,) = client.completions.create(**GREEDY | {"max_tokens": 0}, echo=True, logprobs=1).choices
     check(choice.text == PROMPT, "the prompt alone", choice.text)
     check(len(choice.logprobs.tokens) == len(choice.logprobs.token_logprobs), "one for each token", choice)

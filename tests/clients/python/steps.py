@@ -1,4 +1,4 @@
-"""Where the server is, and how a script says what it did: a line for each step, and exit code 1 where one failed.
+"""The server's address, and the output of a script: a line for each step, and exit code 1 if a step failed.
 
 The scripts run with an environment of their own, which has a client and not tandem.
 """

@@ -67,7 +67,7 @@ def _value(rng: random.Random) -> str:
 
 
 def check(text: bytes, overrides: list[str], path: Path) -> bool:
-    """Whether the loader took it. AssertionError when it neither did nor refused it properly."""
+    """Returns whether the loader accepts it. AssertionError when it neither accepts nor properly refuses it."""
     path.write_bytes(text)
     try:
         config = load_config(path, overrides)
@@ -82,7 +82,7 @@ def check(text: bytes, overrides: list[str], path: Path) -> bool:
 
 
 def fuzz(seed: int, count: int, path: Path) -> dict[str, int]:
-    """How many were taken and refused; AssertionError, or whatever the loader raised, names the input's number."""
+    """Counts accepted and refused inputs. AssertionError, or whatever the loader raised, names the input's number."""
     outcome = {"taken": 0, "refused": 0}
     for number, (text, overrides) in zip(range(count), inputs(seed), strict=False):
         try:

@@ -61,7 +61,7 @@ MISSING = grpc.StatusCode.UNIMPLEMENTED
 
 @dataclass(frozen=True)
 class Method:
-    """With DEADLINE_EXCEEDED among its statuses, a call in order may wait for what never comes until its deadline."""
+    """A method to fuzz. If DEADLINE_EXCEEDED is among its statuses, a call in order may wait until its deadline."""
 
     name: str
     kind: type[Message]
@@ -103,15 +103,15 @@ PREFILL, DECODE = (ANNOUNCE, SEND, ABORT, LOAD, STATUS), (PREPARE, START, ABORT,
 
 @dataclass
 class Outcome:
-    """How often each status came, and how many good requests got their tokens."""
+    """Counts of each status, and of the good requests that got their tokens."""
 
     statuses: Counter[str] = field(default_factory=Counter)
     good: int = 0
 
 
 class Defects(logging.Handler):
-    """What was logged as an error: a call that is refused is none, but a forward that fails for one sequence fails for
-    all, and those may go on elsewhere."""
+    """Collects what was logged as an error. A refused call is none. A forward that fails for one sequence fails for
+    all, and they may go on elsewhere."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -321,12 +321,12 @@ class Fuzz:
         return held + [f"gateway: {count} {name}" for name, count in of_gateway.items() if count]
 
     def _open(self) -> dict[str, int]:
-        """What an idle island has some of."""
+        """Counts what an idle island keeps open."""
         return {f"tasks of PE {worker.config.pe}": _num_tasks(worker) for worker in self._island.workers}
 
 
 def _descriptors() -> Counter[str]:
-    """How many of each kind this process has open: files by name, sockets and pipes without their numbers.
+    """Counts the open descriptors of this process by kind: files by name, sockets and pipes without their numbers.
 
     A TCP socket is told by its own port and its peer's, in hexadecimal, and by its state as Linux numbers it.
     """
@@ -355,7 +355,7 @@ def _num_tasks(worker: Worker) -> int:
 
 
 def _held_by(worker: Worker) -> list[str]:
-    """On its step thread: what the worker holds for requests."""
+    """Lists what the worker holds for requests. Runs on its step thread."""
     cache, loop = worker.cache, worker._loop
     assert loop is not None
     counts = {

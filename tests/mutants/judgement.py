@@ -1,4 +1,4 @@
-"""What the named tests say of a mutant."""
+"""Judges mutants by their named tests."""
 
 import os
 import re
@@ -80,7 +80,7 @@ def judge(mutant: Mutant, tree: Tree, seconds: float = MUTANT_SECONDS) -> Judgem
 
 
 def unchanged_failures(tests: Iterable[str], tree: Tree, seconds: float = UNCHANGED_SECONDS) -> dict[str, str]:
-    """Why tests cannot tell of a mutant, by their names: those that do not pass on a copy without one."""
+    """Returns why tests cannot judge a mutant, by their names: those that do not pass on a copy without a mutant."""
     named = sorted(set(tests))
     run = _run(tree, named, seconds)
     if run.status == PASSED:

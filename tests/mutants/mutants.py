@@ -1,4 +1,4 @@
-"""Which protections are taken out, one at a time. A line that keeps users from harm, and no feature, belongs here."""
+"""Protections to take out, one at a time. A line that keeps users from harm, and no feature, belongs here."""
 
 from tests.mutants.of_access import ACCESS
 from tests.mutants.of_adapters import ADAPTERS

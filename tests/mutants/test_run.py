@@ -1,4 +1,4 @@
-"""What the run says of mutants of a tiny product: a survivor is a survivor, and what cannot be judged is stale."""
+"""Tests the run on mutants of a tiny product: a survivor is a survivor, and what cannot be judged is stale."""
 
 import subprocess
 import sys

@@ -16,7 +16,7 @@ WHERE = "import importlib.util, sys; print(importlib.util.find_spec(sys.argv[1])
 
 
 def files_of(checkout: Path) -> list[str]:
-    """What git knows of a checkout, and what it would be told of next."""
+    """Returns the files that git tracks in a checkout, and those that it would add next."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=checkout,
@@ -46,7 +46,8 @@ class Tree:
         (root / "__init__.py").symlink_to(self.folder / "cluster" / "toplevel" / "__init__.py")
 
     def environment(self) -> dict[str, str]:
-        """Of processes that import the copy. PYTHONPATH comes before an editable install, and children inherit it."""
+        """The environment of processes that import the copy. PYTHONPATH comes before an editable install, and children
+        inherit it."""
         own = {"PYTHONPATH": f"{self._imports}{os.pathsep}{self.folder}"}
         return {**{name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}, **own}
 

@@ -59,7 +59,7 @@ class _Shown:
         return self._finished
 
     def end(self) -> None:
-        """Of its line."""
+        """Ends the answer's line."""
         if not self._written:
             sys.stdout.write(self._head * bool(self._token_ids) + " ".join(map(str, self._token_ids)))
         if self._token_ids:

@@ -41,7 +41,7 @@ def too_many_workers(config: ClusterConfig) -> Iterator[str]:
 
 
 def warn_of_workers(config: ClusterConfig) -> Iterator[str]:
-    """Of workers of one rank on CPUs; see warn_of_ranks()."""
+    """Warns about workers of one rank on CPUs; see warn_of_ranks()."""
     cores = _cores()
     if config.island.device == "cpu" and not config.island.ranks.has_several and config.processes > 2 * cores:
         yield (

@@ -59,7 +59,7 @@ class Interval(NamedTuple):
         return (after - before if after >= before else after) / self.seconds if self.seconds > 0 else 0.0
 
     def quantiles(self, name: str, fractions: Sequence[float]) -> list[float]:
-        """Of a histogram's values between the two, else of all so far; empty before the first."""
+        """Returns quantiles of a histogram's values between the samples, else of all values; empty before the first."""
         after, before = self.after.buckets(name), self.before.buckets(name)
         counts = {bound: after[bound] - before.get(bound, 0.0) for bound in sorted(after)}
         if not any(counts.values()):

@@ -40,7 +40,7 @@ class ClusterAccount:
         return info
 
     async def info_here(self) -> inference_pb2.ClusterInfo:
-        """As info(), with the gateway processes of this host only."""
+        """Returns info() with the gateway processes of this host only."""
         info = inference_pb2.ClusterInfo(
             name=self.config.name,
             version=__version__,

@@ -51,7 +51,7 @@ def grpc_server(
 
 
 def server_options(max_bytes: int) -> tuple[tuple[str, int], ...]:
-    """As grpc_server(); bounds on messages, connections and silence."""
+    """The options of grpc_server(): bounds on messages, connections and silence."""
     return (
         ("grpc.max_receive_message_length", max_bytes),
         ("grpc.max_send_message_length", max(max_bytes, ANSWER_BYTES)),

@@ -14,7 +14,7 @@ Outcome = ScaleOutcome | AdapterSet
 
 
 class Orders:
-    """Of one gateway process. Owned by its event loop."""
+    """The orders of one gateway process. Owned by its event loop."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
@@ -22,7 +22,7 @@ class Orders:
         self._outcomes: dict[int, asyncio.Future[Any]] = {}
 
     def next_number(self) -> int:
-        """Of an order to come."""
+        """Returns the number of an order to come."""
         return next(self._numbers)
 
     async def carry_out(self, order: Order, seconds: float) -> Any:

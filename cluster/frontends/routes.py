@@ -44,7 +44,7 @@ RERANKS = ("/v1/rerank", "/v2/rerank", "/rerank")
 ERROR_FORMS: Mapping[str, ErrorForm] = MappingProxyType(
     {"/v1/responses": ResponsesErrors(), MESSAGES: MessagesErrors(), COUNT_TOKENS: MessagesErrors()}
 )
-"""Of paths whose errors are other than OpenAI's older ones."""
+"""The error forms of paths whose errors differ from OpenAI's older ones."""
 
 BODIES: Mapping[str, type[BodyObject]] = MappingProxyType(
     {

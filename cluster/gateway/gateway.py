@@ -386,9 +386,9 @@ class Gateway:
         return unfinished(self._islands, self._requests, island, pes, move=move)
 
     async def next_order(self) -> Order | None:
-        """As Orders.next."""
+        """Returns the next order; see Orders.next."""
         return await self._orders.next()
 
     async def answer_order(self, number: int, outcome: Outcome | BaseException) -> None:
-        """As Orders.answer."""
+        """Answers an order; see Orders.answer."""
         self._orders.answer(number, outcome)

@@ -44,7 +44,7 @@ class GatewaySettings:
 
     @property
     def origin(self) -> int:
-        """Of this process's claims, unlike those of all others."""
+        """The origin of this process's claims, unlike that of all others."""
         return self.number * 64 + self.process  # gateway.processes is at most 64
 
     @property

@@ -17,7 +17,7 @@ class ClaimClock:
         self._table = table
 
     def next(self) -> int:
-        """Of a call that begins now. Two processes may give the same one: Claim.origin decides then."""
+        """Returns the number of a new call. Two processes may draw the same one: Claim.origin decides then."""
         number = max(self._table.highest(Column.CLOCK) + 1, time.time_ns())
         self._table.put(Column.CLOCK, number)
         return number

@@ -75,7 +75,7 @@ class Claims:
             raise superseded(claim.request_id)
 
     async def outcome(self, claim: Claim, holders: Sequence[Holder]) -> peer_pb2.ClaimOutcome:
-        """As take(), as a value: the first of the reasons why the id is not free."""
+        """Returns the outcome of take() as a value: the first of the reasons why the id is not free."""
         seconds = CLAIM_SECONDS if len(self._asking) < MOST_ASKING else ANSWER_SECONDS
         questions = [asyncio.create_task(self._ask_in_time(claim, holder, seconds)) for holder in holders]
         for question in questions:

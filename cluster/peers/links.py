@@ -56,7 +56,7 @@ class PeerLinks:
             self._hosts = hosts
 
     def stub(self, peer: int | str) -> Any:
-        """Of the process of this host that has the socket of that number, or at that address of another host."""
+        """Returns the stub of this host's process with that socket number, or of the process at that other address."""
         if peer not in self._channels:
             there: set[int | str] = {self._table.of(other, Column.SOCKET) for other in self._table.others()}
             there.update(*(host.peers for host in self.hosts))
@@ -90,7 +90,7 @@ class PeerLinks:
         return False
 
     async def find_trace(self, request: admin_pb2.GetTraceRequest) -> admin_pb2.GetTraceResponse:
-        """Of the first other process that has it; empty where none has."""
+        """Returns the trace from the first other process that has it; empty if none has."""
         for peer in self._all():
             try:
                 answer = await self.stub(peer).GetTrace(request, timeout=TRACE_SECONDS)
@@ -101,7 +101,7 @@ class PeerLinks:
         return admin_pb2.GetTraceResponse()
 
     async def gateways(self) -> list[inference_pb2.GatewayProcessInfo]:
-        """Of all other hosts, which are asked at once. One that does not answer has a single one, without a pid."""
+        """Returns the gateways of all other hosts, asked at once. A silent host counts as one, without a pid."""
         found = await asyncio.gather(*map(self._gateways_of, self.hosts))
         return [gateway for gateways in found for gateway in gateways]
 

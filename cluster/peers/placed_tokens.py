@@ -27,7 +27,7 @@ class SharedCount:
 
 
 class PlacedTokens:
-    """Of one worker in one epoch.
+    """The tokens placed on one worker in one epoch.
 
     The table counts a worker's epochs together. Tokens of an old one are taken back as its requests end.
     """

@@ -80,7 +80,7 @@ class GatewayTable:
 
     @classmethod
     def alone(cls) -> "GatewayTable":
-        """Of a gateway of one process without a supervisor, and of one island."""
+        """Makes the table of a gateway with one process, without a supervisor, and with one island."""
         return cls(mmap.mmap(-1, table_bytes(1, 1)), 1, 1)
 
     def placed_columns(self, island: int, pe: int) -> tuple[int, int]:

@@ -25,7 +25,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 class Copies:
-    """As many copies as mutants are judged at a time."""
+    """One copy of the checkout for each mutant that is judged at a time."""
 
     def __init__(self, checkout: Path, files: Sequence[str], folder: Path, count: int) -> None:
         self._free: SimpleQueue[Tree] = SimpleQueue()

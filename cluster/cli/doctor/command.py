@@ -65,7 +65,7 @@ def doctor(
 
 
 def _all(config: "ClusterConfig | None", address: str | None, driver: "Driver") -> "Iterator[Finding]":
-    """Of the host, then of the configuration."""
+    """Yields the findings about the host, then about the configuration."""
     from tandem.cluster.cli.doctor.checks import examine
     from tandem.cluster.cli.doctor.report import check_config
     from tandem.cluster.config.sections import GatewaySection

@@ -28,7 +28,7 @@ class MessagesTool(BodyObject):
 
     @property
     def chat_tool(self) -> dict[str, Any]:
-        """As a chat has it."""
+        """The tool in a chat's form."""
         described = {} if self.description is None else {"description": self.description}
         function = {"name": self.name, **described, "parameters": self.input_schema}
         return {"type": "function", "function": function}
@@ -44,7 +44,7 @@ class MessagesChoice(BodyObject):
 
     @property
     def chat_choice(self) -> Any:
-        """As tool_choice of a chat."""
+        """The choice as a chat's tool_choice."""
         named = {"type": "function", "function": {"name": self.name or ""}}
         return {"auto": "auto", "none": "none", "any": "required", "tool": named}[self.type]
 
@@ -67,7 +67,7 @@ class OutputFormat(BodyObject):
 
     @property
     def chat_format(self) -> dict[str, Any]:
-        """As response_format of a chat."""
+        """The format as a chat's response_format."""
         return {"type": self.type, "json_schema": {"schema": self.held}}
 
 

@@ -65,12 +65,12 @@ class BodyRoute:
 
 
 def own_request_id() -> str:
-    """Of the call that this task answers."""
+    """Returns the request id of the call that this task answers."""
     return current_origin.get().request_id
 
 
 def usage_of(answer: ReadAnswer) -> dict[str, Any]:
-    """As OpenAI's API has it."""
+    """Returns the usage in the form of OpenAI's API."""
     usage: inference_pb2.Usage = answer.usage
     details = {"cached_tokens": usage.cached_tokens}
     tokens = {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens}

@@ -49,7 +49,7 @@ class Connection(H11Protocol):
     _look: asyncio.TimerHandle | None = None
 
     def __init__(self, *arguments: Any, backlog: Backlog, **options: Any) -> None:
-        """As uvicorn's. backlog: of all connections of a server."""
+        """Takes uvicorn's arguments. backlog: of all connections of a server."""
         super().__init__(*arguments, **options)
         self.conn = StrictHttp(h11.SERVER, MOST_HEAD)
         self._backlog = backlog

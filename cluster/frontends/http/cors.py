@@ -22,7 +22,7 @@ class Cors:
         self._origins = frozenset(origins)
 
     def headers(self, scope: Scope) -> dict[str, str]:
-        """Of the answer to any call."""
+        """Returns the headers for the answer to any call."""
         if not self._origins:
             return {}
         vary = {} if ANY in self._origins else {"vary": "origin"}

@@ -36,7 +36,7 @@ class StrictHttp(h11.Connection):
         super().receive_data(data)
 
     def next_event(self) -> Any:
-        """As h11's. RemoteProtocolError, also for what h11 would take; `refusal` then says what was wrong."""
+        """Returns h11's next event. RemoteProtocolError, also for what h11 would accept; `refusal` then says why."""
         try:
             if self.their_state is h11.IDLE:
                 self._check_head(self.trailing_data[0])
@@ -55,7 +55,7 @@ class StrictHttp(h11.Connection):
         return event
 
     def send(self, event: h11.Event) -> Any:
-        """As h11's. Chunks of events are written here: most of what is sent are such."""
+        """Sends as h11 does. Chunks of events, the most frequent case, are written here."""
         if isinstance(event, h11.Data) and event.data and self._sends_chunks and self.our_state is h11.SEND_BODY:
             return b"%x\r\n%b\r\n" % (len(event.data), event.data)
         if isinstance(event, h11.Response):

@@ -138,7 +138,7 @@ class Answer(AnyAnswer):
             self._output_tokens += len(message.token_ids)
 
     def _chunk(self) -> dict[str, Any]:
-        """Of what was kept since the chunk before."""
+        """Makes a chunk of what was kept since the chunk before."""
         usage: dict[str, Any] = {"usage": None} if self._body.includes_usage else {}
         if self._body.tells_usage:
             usage = {"usage": _counts(self._prompt_tokens, self._output_tokens)}
@@ -171,7 +171,7 @@ class Answer(AnyAnswer):
         return choice
 
     def _prompt_entries(self, tokens: Iterable[inference_pb2.TokenLogprobs]) -> list[dict[str, Any] | None]:
-        """As vLLM gives them: null for the first token, then each one by its id, with the likeliest beside it."""
+        """Returns entries as vLLM does: null for the first token, then each by its id, with the likeliest tokens."""
         entries: list[dict[str, Any] | None] = []
         most = self._body.prompt_logprobs or 0
         for token in tokens:

@@ -30,7 +30,7 @@ class AskingBody(BodyObject, ABC):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of its answer."""
+        """The headers of the answer."""
         return self._headers
 
     @property
@@ -40,12 +40,12 @@ class AskingBody(BodyObject, ABC):
 
     @property
     def num_logprobs(self) -> int | None:
-        """As SamplingParams.logprobs."""
+        """The value for SamplingParams.logprobs."""
         return None
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """As SamplingParams.prompt_logprobs."""
+        """The value for SamplingParams.prompt_logprobs."""
         return None
 
     def check_length(self, max_tokens: int) -> None:

@@ -115,7 +115,7 @@ class ChatAnswer(Answer):
         return {"delta": role | said.delta()}
 
     def _finish_reason(self) -> str | None:
-        """As OpenAI has it: a function that was named is no news to the client."""
+        """Returns OpenAI's finish reason: a function that was named is no news to the client."""
         reason = super()._finish_reason()
         called = self._parser is not None and self._parser.num_calls > 0
         named = isinstance(self._chat.tool_choice, NamedTool)

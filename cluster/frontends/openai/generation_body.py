@@ -153,7 +153,7 @@ class GenerationBody(GuidedFields, AskingBody, SamplingFields):
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """As SamplingParams.prompt_logprobs."""
+        """The value for SamplingParams.prompt_logprobs."""
         return self.prompt_logprobs
 
     @property

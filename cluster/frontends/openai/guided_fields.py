@@ -63,7 +63,7 @@ class StructuredOutputs(BodyObject):
 
     @property
     def guides(self) -> list[dict[str, Any]]:
-        """As SamplingParams.guided of build_request(). The fields about spaces and properties are of JSON only."""
+        """Returns values for SamplingParams.guided of build_request(). Only JSON has fields for spaces and keys."""
         kinds = {"regex": self.regex, "choice": self.choice, "grammar": self.grammar}
         schemas = (_text(self.json_schema), ANY_OBJECT if self.json_object else None)
         return [{kind: held} for kind, held in kinds.items() if held is not None] + [
@@ -100,7 +100,7 @@ class GuidedFields(BodyObject):
 
     @property
     def guided(self) -> dict[str, Any] | None:
-        """As SamplingParams.guided of build_request()."""
+        """The value for SamplingParams.guided of build_request()."""
         guides = self._guides()
         return guides[0][1] if guides else None
 

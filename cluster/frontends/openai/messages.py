@@ -70,7 +70,7 @@ class Message(BodyObject):
 
     @property
     def turn(self) -> dict[str, Any]:
-        """As build_request() takes it."""
+        """The turn that build_request() takes."""
         rest = self.model_dump(exclude={"role", "content"}, exclude_none=True)
         return {"role": self.role, "content": self.text, **{name: value for name, value in rest.items() if value}}
 

@@ -64,5 +64,5 @@ def _read(name: str) -> str:
 
 
 def _digest(text: str) -> str:
-    """As a policy names what stands between two tags."""
+    """Returns the digest by which a policy names the text between two tags."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

@@ -31,7 +31,7 @@ class Output:
         self._waiting = JsonList()  # of tokens that no message has yet
 
     def hear(self, logprobs: list[dict[str, Any]]) -> None:
-        """Of more tokens, whatever their parts are: the next text has them."""
+        """Keeps the log-probabilities of more tokens, whatever their parts are: the next text has them."""
         self._waiting.extend(logprobs)
 
     def _take_logprobs(self) -> JsonList:

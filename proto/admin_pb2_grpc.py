@@ -70,13 +70,14 @@ class AdminServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Scale(self, request, context):
-        """With num_islands: starts islands, which serve when it answers, or ends the newest ones. What these have not finished
-        within recovery.drain_seconds is placed on others. FAILED_PRECONDITION: there is no room; all serve on as they were.
-        Where there is a scaling policy the number holds until the policy has anew seen for long enough that it is wrong.
+        """With num_islands: starts islands, which serve when it answers, or ends the newest ones. Requests that these do not
+        finish within recovery.drain_seconds are placed on other islands. FAILED_PRECONDITION: there is no room; all serve on
+        as they were. A scaling policy keeps the number until it has again seen for long enough that the number is wrong.
 
-        Otherwise gives a running island another shape: its workers form the next epoch, those that stay without reading weights again.
-        New ones are started and loaded while the island serves; then it takes no requests, finishes what it can within
-        recovery.drain_seconds, and what is left is placed again. Answers when the island serves in its new shape.
+        Without num_islands: gives a running island another shape. Its workers form the next epoch. Workers that stay do not
+        read their weights again. New workers are started and loaded while the island serves. Then it takes no requests, and
+        finishes what it can within recovery.drain_seconds. Unfinished requests are placed again. Answers when the island
+        serves in its new shape.
         Errors: INVALID_ARGUMENT, FAILED_PRECONDITION (there is no room for the new workers; the island serves on as it
         was), INTERNAL (a worker was lost meanwhile; the island is started again as it was). A call whose deadline passes
         does not stop what it began.
@@ -86,22 +87,22 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetMetrics(self, request, context):
-        """What /metrics answers over HTTP: of all the gateway's processes and all workers. INVALID_ARGUMENT where
-        metrics.enabled is false.
+        """Returns the text of /metrics, for all the gateway's processes and all workers. INVALID_ARGUMENT if metrics.enabled is
+        false.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetTrace(self, request, context):
-        """The spans of a request that has ended, where a gateway process still keeps them (tracing.keep). No trace: none does.
+        """Returns the spans of an ended request, while a gateway process keeps them (tracing.keep). No trace: no process does.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AddAdapter(self, request, context):
-        """Loads a LoRA adapter at all workers, and serves it under its name once each holds it; where one cannot, none keeps it.
+        """Loads a LoRA adapter at all workers, and serves it under its name once each holds it. If one cannot, none keeps it.
         A name that is served already, with the same weights, changes nothing. Errors: INVALID_ARGUMENT (the folder, the name,
         or adapters.allowed_root), FAILED_PRECONDITION (the name has other weights, there are too many, or a worker refused).
         """
@@ -110,7 +111,8 @@ class AdminServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RemoveAdapter(self, request, context):
-        """New requests that name the adapter are refused when it answers. Those under way end normally. NOT_FOUND: no such name.
+        """Stops serving an adapter: once it answers, new requests for it are refused. Running ones end normally. NOT_FOUND: no
+        such name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

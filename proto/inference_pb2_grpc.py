@@ -65,14 +65,14 @@ class InferenceServicer(object):
         metadata retry-after-ms says when to come again), DEADLINE_EXCEEDED, ABORTED (the workers were lost in each of its
         attempts, or a later call has taken the request over). UNAVAILABLE comes from the connection only: the request can
         be resumed.
-        Waiting requests take turns between clients: a client is what the metadata client-id says, else its host.
+        Waiting clients take turns. The metadata client-id names the client; without it the host does.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """Embeddings of texts or token ids, once all are computed. Errors as Generate's; such a call is sent again as a whole.
+        """Returns embeddings of texts or token ids, once all are computed. Errors are Generate's. No call can be resumed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -66,37 +66,37 @@ class PeerServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Claim(self, request, context):
-        """A process begins a request whose id another process may run. That one answers once it does not run it any more, or
-        says why it goes on with it. The same claim may come twice, and late: `stamp` orders calls of one id.
+        """Claims the id of a new request, which the other process may already run. That process answers once it does not run
+        the request any more, or says why it goes on. A claim may come twice, and late: `stamp` orders calls of one id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GiveWay(self, request, context):
-        """The queue of all processes is full, and another client has less of it: the newest request that waits here for this
-        one ends.
+        """Ends the newest request of this client that waits here: the queue of all processes is full, and another client has
+        less of it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetTrace(self, request, context):
-        """As Admin's, of this process alone.
+        """Returns a trace as Admin.GetTrace does, of this process alone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetPlaced(self, request, context):
-        """What the processes of this one's host have placed on workers. Another host asks again and again.
+        """Returns what the processes of this host have placed on workers. Other hosts ask again and again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetGateways(self, request, context):
-        """The gateway processes of this one's host.
+        """Returns the gateway processes of this host.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

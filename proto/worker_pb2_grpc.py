@@ -101,44 +101,45 @@ class WorkerServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def PrepareReceive(self, request, context):
-        """Decode side: match the prefix held here, set pages aside, say where to write.
+        """Decode side: matches the prefix held here, reserves pages, and says where to write.
         RESOURCE_EXHAUSTED when the pages or the signal slots are not free now.
-        Where writer_pe is the worker's own, it will compute the prompt itself: the reservation has no map and no signal.
+        If writer_pe is the worker's own, it will compute the prompt itself: the reservation has no map and no signal.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Announce(self, request_iterator, context):
-        """Prefill side: prompts that a RemoteSend will come for, unless an Abort does. One may be computed while the decode
-        worker is asked for room; nothing is written. Back come the first tokens of those that were, as soon as they are
-        drawn: RemoteSend's answer says the same once all has landed. One stream for a connection, for a message on it is
-        sooner there than a call. Hints both ways: late, twice or never, and the stream may end; a RemoteSend needs none.
+        """Prefill side: announces prompts, each of which a RemoteSend or an Abort follows. The worker may compute an announced
+        prompt while the decode worker is asked for room; it writes nothing. It sends back the first tokens of computed
+        prompts as soon as they are sampled. RemoteSend's answer repeats them once all has landed. Each connection has one
+        stream, because a message on it arrives sooner than a call. Messages are hints both ways: they may come late, twice
+        or never, and the stream may end. A RemoteSend needs none.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RemoteSend(self, request, context):
-        """Prefill side: compute the prompt, push KV to the reservation, answer with the first token once all has landed.
+        """Prefill side: computes the prompt, pushes KV to the reservation, and answers with the first token once all has landed.
         UNAVAILABLE when that did not happen in time: writes may still land.
-        Its reservation's lease does not run while such a call waits; ABORTED when it ran out in between.
+        The reservation's lease does not run while such a call waits; ABORTED when it expired between calls.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReadPrompts(self, request, context):
-        """The side that computes prompts: compute some that nobody decodes, and answer with what is read of them, once all are
-        computed. Nothing is pushed, and no reservation is needed. A call that ends gives its prompts up.
+        """The side that computes prompts: computes prompts that nobody decodes, and answers with hidden states or logits once
+        all are computed. Nothing is pushed, and no reservation is needed. A call that ends gives its prompts up.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StartGenerate(self, request, context):
-        """Decode side: stream the tokens after the first, once all KV has landed. DATA_LOSS when that is not what was sent.
-        Those before the last may go over the feed that the request names, if that is open: then what comes here says how many.
+        """Decode side: streams the tokens after the first, once all KV has landed. DATA_LOSS when other KV landed than was sent.
+        Tokens before the last may go over the open feed that the request names: then a message here says how many did.
         A worker that computes the prompt itself begins with this call; its stream has the first token, too.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -146,25 +147,26 @@ class WorkerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def PromptLogprobs(self, request, context):
-        """The side that computes the prompt: its tokens' log-probabilities, once all of it is computed. Opened before the
-        RemoteSend or StartGenerate that asks for them: that is refused until the initial metadata of this call has come, and
-        ends it where the prompt fails. ALREADY_EXISTS for a request that has one.
+        """The side that computes the prompt: sends its tokens' log-probabilities, once all of it is computed. The gateway opens
+        this call before the RemoteSend or StartGenerate that asks for them, which is refused until the initial metadata of
+        this call has come. The call ends if the prompt fails. ALREADY_EXISTS for a request that has such a call.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Feed(self, request, context):
-        """Decode side: a step's tokens of all requests that name this feed, in one message. It is open once its initial metadata
-        has come; when it ends, tokens may be lost, and whoever named it starts again. ALREADY_EXISTS for one that is open.
+        """Decode side: sends a step's tokens of all requests that name this feed, in one message. The feed is open once its
+        initial metadata has come. When it ends, tokens may be lost, and requests that named it start again. ALREADY_EXISTS
+        for an open feed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Either side; answers once this worker neither computes nor writes for the request. UNAVAILABLE when that cannot be
-        said in time: writes may still land, and another Abort asks again.
+        """Either side: ends a request, and answers once this worker neither computes nor writes for it. UNAVAILABLE when this
+        takes too long: writes may still land, and another Abort asks again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -178,8 +180,8 @@ class WorkerServicer(object):
 
     def LoadAdapter(self, request, context):
         """Reads a LoRA adapter from a folder that the worker sees, and holds it in host memory. INVALID_ARGUMENT for a folder
-        that it cannot serve, or where `digest` is another. RESOURCE_EXHAUSTED where it has no host memory for it. A worker
-        that holds these weights answers at once, and they are called `name` from now on.
+        that it cannot serve, or whose digest differs from `digest`. RESOURCE_EXHAUSTED without host memory for it. A worker
+        that holds these weights already answers at once, and names them `name` from now on.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -193,7 +195,7 @@ class WorkerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """What a router needs to know of this worker: the first report is whole, later ones say what has changed.
+        """Reports what a router must know of this worker. The first report is whole, later ones hold changes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

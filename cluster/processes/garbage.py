@@ -1,4 +1,4 @@
-"""When a process with an event loop looks for cycles of garbage, and gives memory back."""
+"""Decides when a process with an event loop collects garbage, and gives memory back."""
 
 import asyncio
 import gc
@@ -16,12 +16,12 @@ LEAST_SECONDS = 10.0  # between two such times
 
 
 class IdleCollections:
-    """Full collections while nothing is to be done, for they look at all objects: with 500 streams for 50 ms.
+    """Runs full collections while the process is idle, because they look at all objects: with 500 streams for 50 ms.
 
-    Python itself begins one whenever a quarter of the objects is new, which calls under load bring about all the time.
-    Young objects are collected as ever, which takes a millisecond or two. What a full collection finds at the gateway
-    is asyncio's own cycle of each connection that has ended, some 1.5 KB. A flood of connections makes many of them, so
-    a process that has grown looks, too.
+    Python itself begins one whenever a quarter of the objects is new, which happens all the time under load. Young
+    objects are collected as usual, which takes a millisecond or two. At the gateway a full collection finds asyncio's
+    own cycle for each ended connection, some 1.5 KB. A flood of connections makes many cycles, so a process that has
+    grown collects, too.
     """
 
     def __init__(self, is_idle: Callable[[], bool]) -> None:

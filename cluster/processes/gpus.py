@@ -1,4 +1,4 @@
-"""A worker process's GPUs: the ones that it sees, and its claim of the one that it fills.
+"""A worker process's GPUs: those that it sees, and its claim of the GPU that it fills.
 
 A driver that sees a peer's GPU copies to its memory by copy engines, beside a forward. A driver that does not see it
 copies by multiprocessors, and the forward waits (docs/decisions/0005).
@@ -16,7 +16,8 @@ VARIABLE = "CUDA_VISIBLE_DEVICES"
 
 
 def with_peers(visible: str) -> str:
-    """A value of VARIABLE that is one GPU's number, followed by all others. Other values are returned as they are.
+    """Adds all other GPUs' numbers to a value of VARIABLE that is one GPU's number. Other values are returned
+    unchanged.
 
     CUDA ends the list at the first number that no GPU has.
     """
@@ -28,7 +29,7 @@ def with_peers(visible: str) -> str:
 class GpuClaim:
     """A GPU's claim, held from the constructor until release() or the end of the process.
 
-    Two processes that take all free memory of a GPU would count the same bytes. ConfigError for the second.
+    Two processes that take all free memory of a GPU would count the same bytes, so the second gets a ConfigError.
     """
 
     def __init__(self, gpu: str) -> None:

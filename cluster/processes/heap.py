@@ -12,7 +12,7 @@ def keep_freed_memory() -> None:
     """Keeps blocks of up to HEAP_BLOCK on the heap, and KEPT_BYTES of it, for what is allocated next.
 
     By default each message of megabytes gets memory that the process has never touched. The kernel then clears 256
-    pages for each MiB, which takes longer than to copy the message. Only glibc can be told.
+    pages for each MiB, which takes longer than to copy the message. Only glibc has this setting.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -22,7 +22,7 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Gives the kernel what is kept, but for KEPT_BYTES at the end of the heap.
+    """Returns kept memory to the kernel, except KEPT_BYTES at the end of the heap.
 
     It takes 0.1 to 0.3 ms for each MiB that was in use since the last time.
     """

@@ -1,4 +1,5 @@
-"""Leases of processes on other hosts: one that is not renewed ends its process, so a host that is cut off goes quiet.
+"""Leases of processes on other hosts. A lease that is not renewed ends its process, so a host that is cut off goes
+quiet.
 
     launcher                                          process host on another host
     every few hundred ms: renew() ────────────────►   the lease ends `lease_seconds` after the renewal before this one
@@ -21,7 +22,7 @@ LEAST_SECONDS = 0.1
 
 
 class Lease:
-    """The process host's side. is_over never becomes false again, once it was seen."""
+    """The process host's side of a lease. is_over never becomes false again, once it was seen."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._seconds = seconds
@@ -42,7 +43,7 @@ class Lease:
             return self._over
 
     def wait(self) -> None:
-        """Returns once it is over."""
+        """Returns once the lease is over."""
         while not self.is_over():
             with self._lock:
                 left = self._ends - self._clock()
@@ -50,7 +51,7 @@ class Lease:
 
 
 class HeldLease:
-    """The launcher's side. silent_seconds: how long the process host has not answered a renewal.
+    """The launcher's side of a lease. silent_seconds: how long the process host has not answered a renewal.
 
     Time in which this process was itself stopped does not count.
     """
@@ -63,7 +64,7 @@ class HeldLease:
         self._answer: Future[Any] | None = None
 
     def tick(self, seconds: float) -> None:
-        """seconds have passed since the last tick."""
+        """Counts `seconds`, the time since the last tick."""
         if not self._there.done():
             return
         answer = self._answer
@@ -76,11 +77,11 @@ class HeldLease:
 
 
 class Leases:
-    """A thread that renews leases, until close(). What else their processes are asked, and how long that takes, does
-    not matter to it."""
+    """A thread that renews leases, until close(). Other calls of the processes, and their duration, do not matter to
+    it."""
 
     def __init__(self, partition_seconds: float, seconds: float) -> None:
-        """partition_seconds: for so long a link may be down. seconds: of each lease."""
+        """partition_seconds: how long a link may be down. seconds: of each lease."""
         self.seconds = seconds
         self._pause = max(LEAST_SECONDS, partition_seconds / RENEWALS)
         self._lock = threading.Lock()
@@ -96,12 +97,12 @@ class Leases:
                 self._thread.start()
 
     def drop(self, lease: HeldLease) -> None:
-        """It runs out. Idempotent."""
+        """Lets the lease run out. Idempotent."""
         with self._lock:
             self._held.discard(lease)
 
     def close(self) -> None:
-        """All run out. Idempotent."""
+        """Lets all leases run out. Idempotent."""
         self._closed.set()
 
     def _run(self) -> None:

@@ -12,7 +12,8 @@ class Lifeline:
         self.path = f"/proc/{os.getpid()}/fd/{self._read}"
 
     def cut(self) -> None:
-        """Idempotent. The path stays open, so that processes that come late notice it, too."""
+        """Tells all processes that wait. Idempotent. The path stays open, so that processes that come late notice it,
+        too."""
         fd, self._write = self._write, -1
         if fd >= 0:
             os.close(fd)

@@ -1,4 +1,4 @@
-"""The loss of what runs a cluster's processes, for those who wait for answers of them."""
+"""The loss of a cluster's Ray, as processes that await answers learn of it."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -11,9 +11,9 @@ from tandem.cluster.errors import ProcessEnded, RayAway, RayLost
 
 
 class Loss:
-    """Declared once, from any thread. Every answer that is awaited then fails with ProcessEnded; so do later ones.
+    """A loss is declared once, from any thread. All awaited answers then fail with ProcessEnded, and so do later ones.
 
-    Between interrupt() and resume() processes live on, but none can be placed, and no place be given back.
+    Between interrupt() and resume() processes live on, but none can be placed, and no place can be given back.
     """
 
     def __init__(self) -> None:
@@ -37,14 +37,14 @@ class Loss:
             self._away, self._final_at = reason, time.monotonic() + patience_seconds
 
     def resume(self) -> None:
-        """Does what was left for later."""
+        """Ends the interruption, and does the work that was left for later."""
         with self._lock:
             self._away, acts, self._later = "", self._later, []
         for act in acts:
             act()
 
     def when_there(self, act: Callable[[], None]) -> None:
-        """Now, or with resume(). Never after a loss."""
+        """Calls act() now, or with resume(). Never after a loss."""
         with self._lock:
             if self._away:
                 self._later.append(act)
@@ -53,11 +53,11 @@ class Loss:
 
     @property
     def is_away(self) -> bool:
-        """Between interrupt() and resume()."""
+        """True between interrupt() and resume()."""
         return bool(self._away)
 
     def check(self) -> None:
-        """Before processes are placed. Raises RayLost after a loss, else as interrupt() says."""
+        """Checks that processes can be placed. Raises RayLost after a loss, else the errors of interrupt()."""
         if self.reason:
             raise RayLost(self.reason)
         with self._lock:
@@ -74,7 +74,8 @@ class Loss:
             _fail(answer, name, self.reason)
 
     def results(self, calls: Sequence[Future[Any]], name: str, seconds: float) -> list[Any]:
-        """The results of all calls, the error of one, ProcessEnded on a loss, or TimeoutError after `seconds`."""
+        """Returns the results of all calls. Raises the error of a call, ProcessEnded on a loss, or TimeoutError after
+        `seconds`."""
         lost: Future[None] = Future()
         self.awaited(lost, name)
         try:

@@ -38,24 +38,24 @@ log = logging.getLogger(__name__)
 
 
 def prefer_settings() -> None:
-    """Sets what Ray and its processes read of the environment, where the user has not."""
+    """Sets environment variables that Ray and its processes read, unless the user has set them."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
 
 
 def use_loopback(only: bool) -> None:
-    """only: Ray's servers of this process, and of those that it starts, listen on 127.0.0.1; else on all addresses."""
+    """only: Ray's servers in this process, and in those that it starts, listen on 127.0.0.1; else on all addresses."""
     os.environ[LOOPBACK] = str(int(not only))
     ray._private.ray_constants.ENABLE_RAY_CLUSTER = not only  # read from there when Ray was imported
 
 
 @contextmanager
 def deferred_signals() -> Iterator[list[int]]:
-    """Around what starts or joins a Ray. Signals that come inside are delivered behind it, to the handlers that were
-    there before; the list has those that have come. In the main thread; others get no signals.
+    """Defers signals while a Ray is started or joined. They are delivered afterwards, to the earlier handlers; the list
+    has the signals that have come. This matters in the main thread only: others get no signals.
 
-    A handler that raises could do so between a fork and Python's release of the lock of `logging`, which nobody takes
-    again then: the process hangs. Ray's own handler of SIGTERM does, so it is not set.
+    A handler that raises could do so between a fork and Python's release of the lock of `logging`. Then nobody can take
+    the lock again, and the process hangs. Ray's own handler of SIGTERM raises, so it is not set.
     """
     came: list[int] = []
     if current_thread() is not main_thread():
@@ -80,10 +80,10 @@ def deferred_signals() -> Iterator[list[int]]:
 
 
 class OwnRay:
-    """One node, started by the constructor. StartFailed after ATTEMPTS."""
+    """A Ray of one node, started by the constructor. StartFailed after ATTEMPTS."""
 
     def __init__(self, num_cpus: int | None, options: dict[str, Any], signals: Sequence[int] = ()) -> None:
-        """options: more of ray.init's. signals: those that have come; with one there is no further attempt."""
+        """options: more options of ray.init. signals: signals that have come; after one there is no further attempt."""
         self._processes: set[Process] = set()
         use_loopback(True)
         options = options | {

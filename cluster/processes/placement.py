@@ -10,7 +10,8 @@ CPU_FRACTION = 0.1  # Ray's unit of accounting; what a worker may really use is 
 
 @dataclass(frozen=True)
 class Node:
-    """One host of the cluster's Ray, as it is now. free and total: resources by Ray's names. port: of its raylet."""
+    """One host of the cluster's Ray, in its present state. free and total: resources by Ray's names. port: of its
+    raylet."""
 
     address: str
     total: Resources
@@ -62,9 +63,10 @@ def nodes_with_room(nodes: Sequence[Node], need: Resources, groups: Counter[str]
 
 
 def spread_over(nodes: Sequence[Node], bundles: Sequence[Resources], groups: Counter[str]) -> list[Node]:
-    """A node with room for each bundle: of the fewest bundles, else the best one. Empty without room for all.
+    """Returns a node with room for each bundle: the node with the fewest bundles, else the best one. Empty without room
+    for all.
 
-    The largest bundles come first: a small one that took the largest node would leave no room for them.
+    The largest bundles come first: a small one on the largest node would leave no room for them.
     """
     left = {node.address: node for node in nodes}
     chosen: dict[int, Node] = {}
@@ -112,7 +114,7 @@ def size_of(need: Resources) -> tuple[float, float]:
 
 
 def _without(node: Node, need: Resources) -> Node:
-    """The node with so much less that is free."""
+    """Returns the node with `need` subtracted from what is free."""
     return replace(node, free={**node.free, **{name: node.free.get(name, 0) - need[name] for name in need}})
 
 

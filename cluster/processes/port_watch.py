@@ -18,7 +18,8 @@ IDLE_SECONDS, PROBE_SECONDS, PROBES = 4, 2, 4
 class PortWatch:
     """A thread that holds a connection to a server and sends nothing.
 
-    A server may close an idle connection. It counts as lost when no other can be had for `patience_seconds`.
+    A server may close an idle connection. The server counts as lost when no new connection succeeds for
+    `patience_seconds`.
     """
 
     def __init__(
@@ -30,8 +31,8 @@ class PortWatch:
     ) -> None:
         """server: host and port. lost: called from the thread.
 
-        back: called when a lost server can be reached again; whether it is the one that was lost, and all goes on.
-        Otherwise it is asked again. None: the watch ends with the loss.
+        back: called when a lost server can be reached again. It returns whether this is the lost server, and all goes
+        on; otherwise it is called again. None: the watch ends with the loss.
         """
         self._server = server
         self._patience_seconds = patience_seconds
@@ -42,7 +43,7 @@ class PortWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Idempotent. From any thread."""
+        """Ends the watch. Idempotent. From any thread."""
         self._closed.set()
 
     def _run(self) -> None:
@@ -63,7 +64,7 @@ class PortWatch:
                 return
 
     def _connect(self, seconds: float, suits: Callable[[], bool]) -> socket.socket | None:
-        """A connection once suits() says so of the server; None after so many seconds, or when the watch is closed."""
+        """Connects once suits() accepts the server. None after so many seconds, or when the watch is closed."""
         deadline, pause = time.monotonic() + seconds, AGAIN_SECONDS
         while not self._closed.is_set():
             try:

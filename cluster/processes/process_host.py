@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 class ProcessHost:
     """The process that Ray runs, with a GPU and cores of its own. It forks one member's process after another.
 
-    It passes messages on as bytes: to read them it would need the imports of both ends.
+    It passes messages on as bytes, because reading them would need the imports of both ends.
     """
 
     def __init__(
@@ -38,11 +38,12 @@ class ProcessHost:
         forks: str,
         lease_seconds: float | None = None,
     ) -> None:
-        """lifeline: the path of the launcher's. When it is cut, this process ends, and what it has forked. forks: the
-        address of the cluster's fork server on this host, which this process starts if nobody has.
+        """lifeline: the path of the launcher's lifeline. When it is cut, this process ends, and so do the processes
+        that it has forked. forks: the address of the cluster's fork server on this host, which this process starts if
+        nobody has.
 
-        lease_seconds: of a process host on another host than the launcher's, whose lifeline it cannot see. It ends when
-        its lease does, see leases.py.
+        lease_seconds: for a process host on another host, which cannot see the launcher's lifeline. It ends with its
+        lease, see leases.py.
         """
         self._raylet: Process = (os.getppid(), started_at(os.getppid()))
         self._agents = {process for process in children(os.getppid()) if _is_agent(process[0])}
@@ -55,7 +56,7 @@ class ProcessHost:
             threading.Thread(target=self._end_after, args=(self._lease,), name="lease", daemon=True).start()
 
     def ready(self) -> None:
-        """Answered once the constructor is through."""
+        """Returns once the constructor has run."""
 
     def niceness(self) -> int:
         """The niceness that this process, and all that it forks, have above their raylet's: RAY_worker_niceness adds
@@ -68,7 +69,7 @@ class ProcessHost:
             self._lease.renew()
 
     def start(self, name: str, start: bytes) -> None:
-        """After end()."""
+        """Starts another process. Call end() first."""
         self._actor = self._server.fork(name, start, IMPORT_SECONDS)
 
     def call(self, name: str, payload: bytes) -> bytes:
@@ -79,7 +80,7 @@ class ProcessHost:
         return actor.relay(payload).result()
 
     def end(self) -> bool:
-        """Kills the process. Whether it has ended; idempotent."""
+        """Kills the process. Returns whether it has ended. Idempotent."""
         self._actor.kill()
         return self._actor.join(END_SECONDS)
 

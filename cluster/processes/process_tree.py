@@ -12,7 +12,7 @@ Process = tuple[int, str]  # pid, start in ticks of this machine's clock
 
 
 def started_at(pid: int) -> str:
-    """When that process was started; empty when there is none, or when it has only to be reaped."""
+    """Returns when that process was started; empty if there is none, or if it waits to be reaped."""
     fields = _fields(pid)
     return fields[STARTED] if fields and fields[0] != "Z" else ""
 
@@ -22,7 +22,7 @@ def children(pid: int) -> set[Process]:
 
 
 def descendants(pid: int) -> set[Process]:
-    """Children of a process, their children, and so on. Those of a process that has ended are not found."""
+    """Returns a process's children, their children, and so on. Children of an ended process are not found."""
     by_parent: dict[int, list[Process]] = {}
     for process, parent in _all():
         by_parent.setdefault(parent, []).append(process)
@@ -48,7 +48,7 @@ def kill(processes: Iterable[Process]) -> None:
 
 
 def _all() -> list[tuple[Process, int]]:
-    """Each process and its parent."""
+    """Lists each process and its parent."""
     known = [(int(entry), _fields(int(entry))) for entry in os.listdir("/proc") if entry.isdecimal()]
     return [((pid, fields[STARTED]), int(fields[PARENT])) for pid, fields in known if fields]
 

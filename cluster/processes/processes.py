@@ -44,11 +44,12 @@ class ActorProcess(ABC):
 
     @abstractmethod
     def there(self) -> Future[None]:
-        """Done when the process exists: its imports are done, and its constructor begins."""
+        """Ends when the process exists: its imports are done, and its constructor begins."""
 
     @abstractmethod
     def call(self, method: str, *arguments: object) -> Future[Any]:
-        """Runs a method of the actor, beside other calls. Does not block. The future has the method's result."""
+        """Runs a method of the actor, concurrently with other calls. Does not block. The future has the method's
+        result."""
 
     @abstractmethod
     def kill(self) -> None:
@@ -65,7 +66,7 @@ class ProcessGroup(ABC):
 
     @abstractmethod
     def grow(self, specs: Sequence[ActorSpec], *, threads: int) -> Sequence[ActorProcess]:
-        """Places more members beside the others, all of specs or none. Otherwise as Processes.start_group."""
+        """Places more members beside the others, all of specs or none. See Processes.start_group."""
 
     @abstractmethod
     def shrink(self, members: Sequence[ActorProcess]) -> None:
@@ -109,20 +110,21 @@ class Processes(ABC):
         """Raises ClusterRunning when a cluster of that name runs there, StartFailed when nothing can be started."""
 
     def watch(self, lost: Callable[[TandemError], None], away: Callable[[str], None]) -> None:
-        """After start(): calls `lost` once, from another thread, if what runs the processes is lost. They then end.
+        """Watches what runs the processes; call start() first. Calls `lost` once, from another thread, if it is lost.
+        The processes then end.
 
-        away: with the reason for which nothing can be started while processes go on, and with "" once it can.
+        away: gets the reason why nothing can be started while processes go on, and "" once it can.
         """
         return None
 
     def lease(self, partition_seconds: float, seconds: float) -> None:
-        """After start(), before any process. Those on other hosts end themselves when they have heard nothing of this
-        process for so many seconds. partition_seconds: for so long a link may be down."""
+        """Makes processes on other hosts end themselves when they have heard nothing from this one for so many seconds.
+        Call it after start() and before any process starts. partition_seconds: how long a link may be down."""
         return None
 
     @property
     def hosts(self) -> Sequence[str]:
-        """After start(): the addresses of all hosts that there are now. RayAway while that is not known."""
+        """The addresses of all present hosts, after start(). RayAway while they are not known."""
         return (LOOPBACK_HOST,)
 
     def hosts_for(self, where: Where) -> Sequence[str]:
@@ -135,7 +137,7 @@ class Processes(ABC):
 
     @property
     def address(self) -> str:
-        """After start(): of what places the processes; empty where nothing else can use it."""
+        """The address of what places the processes, after start(); empty if nothing else can use it."""
         return ""
 
     def free_places(self, most: int, places: Sequence[int], *, gpus: int, where: Where = ANYWHERE) -> int:
@@ -144,8 +146,8 @@ class Processes(ABC):
         return most
 
     def ask_for_places(self, groups: int, places: Sequence[int], *, gpus: int, where: Where = ANYWHERE) -> None:
-        """Asks for hosts that have room for so many groups in all, those that run included; 0 takes the wish back.
-        places: as for free_places(). Hosts come later, or never."""
+        """Asks for hosts with room for so many groups in all, running ones included; 0 withdraws the request. places:
+        see free_places(). Hosts come later, or never."""
         return None
 
     @abstractmethod
@@ -168,7 +170,7 @@ class Processes(ABC):
         threads: int,
         where: Where = ANYWHERE,
     ) -> ProcessGroup:
-        """Restarts `group` if its places are still there, else ends it and starts a new group."""
+        """Restarts `group` if its places are still there; else ends it and starts a new group."""
         if group is not None:
             with suppress(StartFailed):
                 group.restart(specs)
@@ -182,11 +184,11 @@ class Processes(ABC):
 
 
 def by_place(specs: Sequence[ActorSpec]) -> list[list[ActorSpec]]:
-    """Specs in their order, those of one place together."""
+    """Groups specs by place, in their order."""
     runs = groupby(enumerate(specs), key=lambda numbered: numbered[1].place or numbered[0])
     return [[spec for _, spec in run] for _, run in runs]
 
 
 def cluster_of(name: str) -> str:
-    """The cluster whose name an actor's begins with."""
+    """Returns the name of the cluster that begins an actor's name."""
     return name.partition("/")[0]

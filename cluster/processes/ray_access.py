@@ -20,9 +20,9 @@ OPTIONS = (("grpc.enable_http_proxy", 0), ("grpc.max_receive_message_length", -1
 
 
 def asked_host(address: str, known: str) -> str:
-    """The HOST at which to ask for a Ray at `address`. known: this machine's address, as other machines know it.
+    """Returns the HOST at which to ask for a Ray at `address`. known: this machine's address for other machines.
 
-    Of a Ray on this machine that is the latter, unless the Ray listens on loopback only, as that of `tandem up` does.
+    A Ray on this machine is asked at `known`, unless it listens on loopback only, as the Ray of `tandem up` does.
     """
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
@@ -35,7 +35,7 @@ def asked_host(address: str, known: str) -> str:
 
 
 def machine_address() -> str:
-    """This machine's, as others know it: that of the route to them. Nothing is sent."""
+    """Returns this machine's address for other machines, by the route to them. Nothing is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
         probe.connect(("8.8.8.8", 80))
         return probe.getsockname()[0]
@@ -78,9 +78,9 @@ def _what_is_no_ray(host: str, port: int) -> str:
 
 @contextmanager
 def token_shown() -> Iterator[None]:
-    """A Ray that is imported within shows this user's token to a Ray at a given address, too.
+    """Makes a Ray that is imported meanwhile show this user's token to a Ray at a given address, too.
 
-    By itself it does so only to a Ray that it has started or found. RAY_AUTH_MODE decides where it is set.
+    By default it does so only to a Ray that it has started or found. RAY_AUTH_MODE decides if it is set.
     """
     name, known = "RAY_AUTH_MODE", _file().exists() or any(given in os.environ for given in GIVEN)
     if name in os.environ or not known:
@@ -94,11 +94,11 @@ def token_shown() -> Iterator[None]:
 
 
 def hide_token() -> None:
-    """Makes Ray's token file private: Ray leaves it readable for everybody."""
+    """Makes Ray's token file private. Ray leaves it readable for everybody."""
     with suppress(OSError):
         _file().chmod(0o600)
 
 
 def _file() -> Path:
-    """The file of Ray's own token."""
+    """Returns the path of Ray's own token."""
     return Path.home() / ".ray" / "auth_token"

@@ -1,4 +1,4 @@
-"""Actors behind process hosts that Ray has placed together."""
+"""Actors of process hosts that Ray has placed together."""
 
 import os
 import time
@@ -26,9 +26,9 @@ from tandem.cluster.processes.processes import ActorProcess, ActorSpec, ProcessG
 from tandem.cluster.processes.ray_nodes import PLACEMENT_SECONDS, bundles_of, on_node, own_node_address, place
 
 ChooseHosts = Callable[..., list[str]]
-"""choose_nodes() by bundles and deadline."""
+"""A function that calls choose_nodes() with bundles and a deadline."""
 CheckGrowth = Callable[[int, int], None]
-"""check_growth() by how many processes there are, and how many more are wanted."""
+"""A function that calls check_growth() with the number of processes, and how many more are wanted."""
 CALLS_AT_A_TIME = 8  # two of them wait for ever: for the end, and for orders
 LEASE_CALLS = "lease"  # a thread of their own
 
@@ -48,7 +48,7 @@ class Ties:
 
 
 class RayGroup(ProcessGroup):
-    """Actors on one host, or on several. Those of one place share a placement group, which can be given back alone."""
+    """Actors on one host, or on several. Actors of one place share a placement group, which can be given back alone."""
 
     def __init__(
         self,
@@ -59,8 +59,8 @@ class RayGroup(ProcessGroup):
         choose_hosts: ChooseHosts | None = None,
         suffix: str = "",
     ) -> None:
-        """resources: of each member. host: the address of the first one's node. choose_hosts: where more members go;
-        None: all beside the first. suffix: of their names in Ray."""
+        """resources: of each member. host: the address of the first member's node. choose_hosts: places further
+        members; None: all go to the first one's node. suffix: of their names in Ray."""
         self._suffix = suffix
         self._check_growth = check_growth
         self.resources = resources
@@ -199,7 +199,7 @@ class RayGroup(ProcessGroup):
 
 
 class RayActor(ActorProcess):
-    """An actor behind a ProcessHost. A thread of Ray's fills the futures."""
+    """An actor with its ProcessHost. A thread of Ray's fills the futures."""
 
     def __init__(self, name: str, process_host: Any, loss: Loss, host: str, lease: HeldLease | None = None) -> None:
         """process_host: a handle of the ProcessHost that runs this actor, or soon will. host: its node's address.
@@ -238,7 +238,7 @@ class RayActor(ActorProcess):
 
 
 def _give_back(member: RayActor, placed: PlacementGroup | None) -> None:
-    """placed: None while others are there."""
+    """Gives a member's place back. placed: None while other members use it."""
     member.kill()
     if placed is not None:
         remove_placement_group(placed)

@@ -40,17 +40,17 @@ _numbers = count(1)  # of placement groups
 
 
 def process_resources(gpus: int) -> dict[str, float]:
-    """The resources of one process."""
+    """Returns the resources of one process."""
     return {"CPU": CPU_FRACTION, "GPU": gpus} if gpus else {"CPU": CPU_FRACTION}
 
 
 def on_node(address: str) -> dict[str, float]:
-    """The resource that names a node."""
+    """Returns the resource that names a node."""
     return {f"node:{address}": NODE_FRACTION}
 
 
 def check_answers() -> None:
-    """RayAway unless the GCS answers in time. Ray's other questions wait for one that is away as long as it takes."""
+    """Raises RayAway unless the GCS answers in time. Ray's other calls wait for an absent GCS without a limit."""
     try:
         _worker.gcs_client.check_alive([], timeout=GCS_SECONDS)
     except ray.exceptions.RpcError as error:
@@ -59,13 +59,13 @@ def check_answers() -> None:
 
 
 def own_cluster() -> Any:
-    """Ray's id of the cluster that this process has joined."""
+    """Returns Ray's id of the cluster that this process has joined."""
     return _worker.gcs_client.cluster_id
 
 
 def answered_cluster(host: str, port: int) -> Any:
-    """The id of the cluster whose GCS is there, None where none answers. It is a new one where a GCS has started
-    without what it knew; Ray ends a process that asks such a GCS for anything else."""
+    """Returns the id of the cluster whose GCS answers there, or None. A GCS that has started without its state has a
+    new id. Ray ends a process that asks such a GCS for anything else."""
     try:
         return vars(ray._raylet)["GcsClient"](address=f"{host}:{port}").cluster_id
     except ray.exceptions.RpcError:
@@ -73,7 +73,7 @@ def answered_cluster(host: str, port: int) -> Any:
 
 
 def alive_nodes() -> list[Node]:
-    """StartFailed when there is none, RayAway while that is not known."""
+    """Lists the nodes. StartFailed when there is none, RayAway while that is not known."""
     check_answers()
     free = available_resources_per_node()
     nodes = [
@@ -98,13 +98,13 @@ def log_folder() -> str:
 
 
 def own_node_address() -> str:
-    """The address of the node that this process is on."""
+    """Returns the address of the node that this process is on."""
     return _address_of(ray.get_runtime_context().get_node_id())
 
 
 @cache
 def _address_of(node_id: str) -> str:
-    """It never changes. StartFailed where Ray does not know the node."""
+    """Returns the address of a node, which never changes. StartFailed if Ray does not know the node."""
     check_answers()
     for node in ray.nodes():
         if node["NodeID"] == node_id:
@@ -113,7 +113,7 @@ def _address_of(node_id: str) -> str:
 
 
 def check_there(bundles: Sequence[dict[str, float]]) -> None:
-    """StartFailed if all nodes together do not have what the bundles need, free or not."""
+    """Raises StartFailed if all nodes together do not have what the bundles need, free or not."""
     there, needed = ray.cluster_resources(), sum_of(bundles)
     if not there:
         raise StartFailed("Ray has no node any more: its raylet, or the whole of Ray, has ended")
@@ -126,8 +126,8 @@ def check_there(bundles: Sequence[dict[str, float]]) -> None:
 def check_growth(
     now: int, more: int, need: dict[str, float], where: Where, held: Mapping[str, Mapping[str, float]]
 ) -> None:
-    """NoRoom where a group of `now` processes could not get `more` even if only this cluster's ran on the nodes that
-    fit.
+    """Raises NoRoom if a group of `now` processes could not get `more`, even if only this cluster's ran on fitting
+    nodes.
 
     need: of each process. held: what this cluster's processes hold, by the addresses of their nodes.
     """
@@ -146,11 +146,12 @@ def _without(node: Node, held: Mapping[str, float]) -> Node:
 
 
 def choose_nodes(bundles: Sequence[dict[str, float]], where: Where, groups: Counter[str], deadline: float) -> list[str]:
-    """The address of a node for each bundle, all the same unless `where` spreads them, by the deadline at the latest.
+    """Returns the address of a node for each bundle, by the deadline at the latest. All bundles get one node unless
+    `where` spreads them.
 
-    groups: as nodes_with_room(). NoRoom at once where no node has so much, free or not. A node that does not
-    answer is not chosen: Ray takes half a minute or more to see that it is gone. Where it is the only one that may be
-    chosen, NoRoom comes at once.
+    groups: see nodes_with_room(). NoRoom at once if no node has so much, free or not. A node that does not answer is
+    not chosen: Ray takes half a minute or more to see that it is gone. If no other node may be chosen, NoRoom comes at
+    once.
     """
     if not bundles:
         return []  # of a group that only shrinks
@@ -202,8 +203,8 @@ def free_places(most: int, bundles: Sequence[dict[str, float]], where: Where) ->
 
 
 def request_nodes(groups: int, bundles: Sequence[dict[str, float]], where: Where) -> None:
-    """Tells Ray's autoscaler, and so KubeRay's, that so many groups should fit, those that run included. It holds until
-    it is called again: 0 groups take the request back. Without an autoscaler nothing comes of it."""
+    """Tells Ray's autoscaler, and so KubeRay's, that so many groups should fit, running ones included. The request
+    holds until the next call: 0 groups withdraw it. Without an autoscaler it has no effect."""
     from ray.autoscaler.sdk import request_resources
 
     marks = {name: min(amount, NODE_FRACTION) for name, amount in where.resources.items()}  # nodes that have them
@@ -213,7 +214,7 @@ def request_nodes(groups: int, bundles: Sequence[dict[str, float]], where: Where
 
 
 def place(bundles: Sequence[dict[str, float]], names: Sequence[str], seconds: float) -> list[PlacementGroup]:
-    """One placement group for each bundle, with these names. StartFailed leaves none."""
+    """Makes one placement group for each bundle, with these names. StartFailed leaves none."""
     check_answers()
     check_there(bundles)
     placed = [
@@ -230,7 +231,7 @@ def place(bundles: Sequence[dict[str, float]], names: Sequence[str], seconds: fl
 
 
 def bundles_of(resources: dict[str, float], places: Sequence[int]) -> list[dict[str, float]]:
-    """One for each place, of as many processes as that has. resources: of each process."""
+    """Returns the bundle of each place, by its number of processes. resources: of each process."""
     return [sum_of([resources] * processes) for processes in places]
 
 

@@ -47,9 +47,9 @@ LOCAL_GCS_SECONDS = 300.0  # a GCS of this host comes back with the raylet, and 
 
 
 class RayProcesses(Processes):
-    """Processes on a local Ray, or on the Ray at `address`, or on the one that this process has joined already.
+    """Processes on a local Ray, on the Ray at `address`, or on the Ray that this process has joined already.
 
-    Groups are spread over the nodes of a Ray that has several.
+    Groups are spread over the Ray's nodes.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class RayProcesses(Processes):
         modules: Sequence[str] = (),
         forks: ForkServer | None = None,
     ) -> None:
-        """beside: a cluster of the same name may run on that Ray. modules: what processes need most; the fork server of
-        this host imports them while Ray starts. forks: that server, where there is one; stop() closes it."""
+        """beside: a cluster of the same name may run on that Ray. modules: the modules that processes need most; the
+        fork server of this host imports them while Ray starts. forks: that server, if it exists; stop() closes it."""
         self._address = address
         self._modules = modules
         self._forks = forks
@@ -113,7 +113,7 @@ class RayProcesses(Processes):
 
     @property
     def address(self) -> str:
-        """This Ray's HOST:PORT, after start(). Other clusters can join it there."""
+        """The Ray's HOST:PORT, after start(). Other clusters can join it there."""
         return ray.get_runtime_context().gcs_address
 
     def log_folder(self, asked: str | None) -> str:

@@ -36,10 +36,10 @@ class RayWatch:
     ) -> None:
         """gcs, raylet: host and port. cluster: Ray's id of the cluster.
 
-        patience_seconds: without a GCS, until what must be started is lost; 0 where nobody would start one again.
+        patience_seconds: how long a start waits without a GCS until it fails; 0 if nobody would start a GCS again.
 
-        lost: called once, with the reason for which the cluster ends. away: with the reason for which nothing can be
-        started, and with "" once it can. Both from threads of the watch.
+        lost: called once, with the reason why the cluster ends. away: called with the reason why nothing can be
+        started, and with "" once it can. Threads of the watch call both.
         """
         self._gcs = gcs
         self._name = f"the Ray at {gcs[0]}:{gcs[1]}"
@@ -81,7 +81,8 @@ class RayWatch:
         return True
 
     def _raylet_ended(self) -> None:
-        """A GCS that is back empty ends the raylets, and that may be seen before such a GCS was asked."""
+        """Handles the end of the raylet. A GCS that is back empty ends the raylets, and this may be seen before the GCS
+        was asked."""
         self._end(ANEW if self._is_away and self._is_anew() else "its raylet has ended")
 
     def _is_anew(self) -> bool:

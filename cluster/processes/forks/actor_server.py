@@ -44,7 +44,7 @@ def write(pipe: Connection, number: int, payload: bytes) -> None:
 
 
 def read(pipe: Connection) -> tuple[int, bytes]:
-    """EOFError or OSError when the other end is gone."""
+    """Reads a message. EOFError or OSError when the other end is gone."""
     message = pipe.recv_bytes()
     return int.from_bytes(message[:NUMBER_BYTES], "little"), message[NUMBER_BYTES:]
 
@@ -77,7 +77,7 @@ def serve(pipe: Connection) -> None:
 
 
 def _pack_error(error: Exception) -> bytes:
-    """The error itself if it can be read again, else its text."""
+    """Packs the error itself if it can be read again, else its text."""
     try:
         payload = pack((error, None))
         unpack(payload)

@@ -41,7 +41,8 @@ LEAVE = b"l"  # to the spare: the server ends because nobody needs it
 
 
 def run(listener: int, modules: Sequence[str], title: str, imports: bool = True) -> NoReturn:
-    """The server. listener: a listening socket. imports: whether it imports anything, `modules` and those of orders."""
+    """Runs the server. listener: a listening socket. imports: whether it imports anything: `modules` and the modules of
+    orders."""
     try:
         with suppress(PermissionError):
             os.setsid()  # signals of a terminal are not for it
@@ -53,7 +54,7 @@ def run(listener: int, modules: Sequence[str], title: str, imports: bool = True)
 
 
 def command(listener: int, modules: Sequence[str], title: str, imports: bool = True) -> list[str]:
-    """The program of a server in a new process."""
+    """Returns the command that runs a server in a new process."""
     arguments = f"{listener}, {list(modules)!r}, {title!r}, {imports}"
     return [sys.executable, "-c", f"from tandem.cluster.processes.forks.fork_loop import run; run({arguments})"]
 
@@ -85,8 +86,8 @@ class _ForkLoop:
         set_title(f"{self._title}/{what}" if self._title else what)
 
     def _import(self, modules: Sequence[str]) -> None:
-        """Failed imports are skipped: the actor that needs one reports it. If an import touches a GPU, all are, and
-        this process begins anew without."""
+        """Failed imports are skipped: the actor that needs one reports it. If an import touches a GPU, this process
+        begins anew and skips all imports."""
         missing = [entry for entry in modules if entry not in self._imported] if self._imports else []
         if not missing:
             return
@@ -106,7 +107,7 @@ class _ForkLoop:
         self._dismiss_spare()  # it lacks them
 
     def _look(self) -> None:
-        """Serves what has come; ends this process if nobody needs it."""
+        """Serves the orders that have come; ends this process if nobody needs it."""
         ready = select.poll()
         for waiting in (self._listener, self._spare, *self._stays.values()):
             if waiting is not None:
@@ -153,7 +154,7 @@ class _ForkLoop:
         self._stays[asked.fileno()] = asked
 
     def _let_go(self, client: socket.socket) -> None:
-        """Tells it whether this server lives on, for others."""
+        """Tells a client whether this server lives on, for others."""
         if self._stays:
             with suppress(OSError):
                 client.send(b"1")
@@ -186,7 +187,8 @@ class _ForkLoop:
             close_all([handle, status])
 
     def _make_spare(self) -> None:
-        """Returns in the server. In the spare it returns once the server has ended: then that one is the server."""
+        """Forks the spare. Returns at once in the server. In the spare it returns once the server has ended: then the
+        spare is the server."""
         while True:
             ours, theirs = socket.socketpair()
             try:

@@ -17,8 +17,8 @@ DESCRIPTORS = 4  # of an order: its pipe, its lifeline, stdout and stderr
 
 @dataclass(frozen=True)
 class ForkOrder:
-    """An actor to be forked, with what it takes over from the process that asks. An order without a name asks for no
-    actor: it is answered once its modules are there, and its connection stays open and keeps the server."""
+    """An order for an actor, with what the actor takes over from the process that asks. An order without a name asks
+    for no actor: the server answers once the modules are imported, and the open connection keeps the server."""
 
     name: str = ""
     modules: tuple[str, ...] = ()  # imported before the answer, unless the server has them already
@@ -51,8 +51,8 @@ def send_order(asked: socket.socket, order: ForkOrder, descriptors: Sequence[int
 
 
 def receive_order(asked: socket.socket) -> tuple[ForkOrder, list[int]]:
-    """The order and its descriptors, which the caller owns. OSError or EOFError when the other end is gone, or asks
-    for something else."""
+    """Receives an order and its descriptors, which the caller owns. OSError or EOFError when the other end is gone, or
+    asks for something else."""
     head, descriptors, *_ = socket.recv_fds(asked, LENGTH_BYTES, DESCRIPTORS)
     try:
         length = int.from_bytes(head, "little")
@@ -90,7 +90,7 @@ def send_answer(asked: socket.socket, pid: int, descriptors: Sequence[int]) -> N
 
 
 def receive_answer(asked: socket.socket, descriptors: int) -> tuple[int, list[int]]:
-    """A pid and so many descriptors. EOFError when the server has ended."""
+    """Receives a pid and so many descriptors. EOFError when the server has ended."""
     answer, received, *_ = socket.recv_fds(asked, PID_BYTES, descriptors)
     if len(answer) != PID_BYTES or len(received) != descriptors:
         close_all(received)

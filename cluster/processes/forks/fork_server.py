@@ -1,8 +1,8 @@
 """The fork server of a host, as its clients see it: actors forked from it start in milliseconds.
 
 All process hosts of a cluster on one host ask the same server, and so does the launcher there. They know its address,
-an abstract one of AF_UNIX. Whoever finds nobody there starts a server; whoever is late finds that one. fork_loop.py is
-the server, and says who owns what.
+an abstract one of AF_UNIX. A process that finds no server there starts one; a later one finds that server. fork_loop.py
+is the server, and lists who owns what.
 """
 
 import os
@@ -49,9 +49,9 @@ class ForkServer:
     """A client that stays: while it is open, the server is there, or starts again. fork() is safe from any thread."""
 
     def __init__(self, modules: Sequence[str], title: str = "", address: str | None = None) -> None:
-        """Returns at once. modules: what the server has imported before it forks for this client; of `module:name` it
-        also calls the function `name`. title: the cluster's name, which `ps` shows. address: of a server that others
-        know, too.
+        """Returns at once. modules: what the server imports before it forks for this client; for `module:name` it also
+        calls the function `name`. title: the cluster's name, which `ps` shows. address: of a server that others know,
+        too.
 
         Failed imports are skipped: the actor that needs one reports it. If an import touches a GPU, all are skipped.
         """
@@ -70,8 +70,8 @@ class ForkServer:
 
     @classmethod
     def beside(cls, modules: Sequence[str], title: str) -> "ForkServer":
-        """A server that is forked from this process: it has all that this one has imported, and imports the rest of
-        `modules` beside it. Only for a process without threads, which then may start some; in another one this is
+        """Forks a server from this process: it has all that this process has imported, and imports the rest of
+        `modules` meanwhile. Needs a process without threads, which may start some afterwards; with threads this is
         ForkServer(modules, title)."""
         address = new_address()
         if threading.active_count() == 1:
@@ -93,10 +93,10 @@ class ForkServer:
             return self._server[0] if self._server is not None else 0
 
     def fork(self, name: str, start: bytes, seconds: float) -> ForkedActor:
-        """A new actor, whose constructor now runs. It ends with this process. start: pack((kind, argument)).
+        """Returns a new actor, whose constructor now runs. It ends with this process. start: pack((kind, argument)).
 
-        StartFailed when there is no answer within `seconds`, because the server still imports or hangs, and when
-        STARTS servers have ended meanwhile.
+        StartFailed when there is no answer within `seconds`, because the server still imports or hangs, and when STARTS
+        servers have ended meanwhile.
         """
         order, deadline = order_from_here(name, self._modules), time.monotonic() + seconds
         for _ in range(STARTS):
@@ -112,7 +112,8 @@ class ForkServer:
         raise StartFailed(f"{name} cannot be started: what would fork it has ended; its stderr may say why")
 
     def _ask(self, order: ForkOrder, start: bytes, deadline: float) -> ForkedActor:
-        """TimeoutError past the deadline. EOFError or OSError when the server ends meanwhile."""
+        """Asks the server for an actor. TimeoutError past the deadline. EOFError or OSError when the server ends
+        meanwhile."""
         asked = self._connected(deadline)
         pipe, theirs = Pipe()
         read, lifeline = os.pipe()
@@ -263,7 +264,7 @@ def _kill(pidfd: int) -> None:
 
 
 def _connect(address: str) -> socket.socket | None:
-    """None when nobody listens there."""
+    """Connects to a server. None when no server listens there."""
     asked = socket.socket(socket.AF_UNIX)
     try:
         asked.connect(f"\0{address}")
@@ -276,7 +277,7 @@ def _connect(address: str) -> socket.socket | None:
 
 
 def _listen(address: str) -> socket.socket | None:
-    """None when somebody does already."""
+    """Listens at the address. None when a server does already."""
     listener = socket.socket(socket.AF_UNIX)
     try:
         listener.bind(f"\0{address}")
@@ -288,7 +289,7 @@ def _listen(address: str) -> socket.socket | None:
 
 
 def _fork_here(listener: socket.socket, modules: Sequence[str], title: str) -> int:
-    """The pid of a server that is this process's child."""
+    """Forks a server as this process's child. Returns its pid."""
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # a handler must not run in the child
     try:
         with warnings.catch_warnings():

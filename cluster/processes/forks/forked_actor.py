@@ -58,7 +58,7 @@ class ForkedActor(ActorProcess):
         return answer
 
     def relay(self, payload: bytes) -> Future[bytes]:
-        """The answer to `payload`, pack((method, arguments)), for open_answer()."""
+        """Returns the answer to `payload`, which is pack((method, arguments)). open_answer() reads the answer."""
         answer: Future[bytes] = Future()
         with self._lock:
             ended = self.ended
@@ -127,7 +127,7 @@ class ForkedActor(ActorProcess):
 
 
 def _killed_for_memory() -> int:
-    """Returns how many processes of this machine the kernel has ended for want of memory; 0 where it does not count
+    """Returns how many processes of this machine the kernel has ended for want of memory; 0 if it does not count
     them."""
     with suppress(OSError):
         for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():

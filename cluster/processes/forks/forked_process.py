@@ -17,7 +17,8 @@ FORKED_BY = "TANDEM_FORKED_BY"
 
 
 def become_actor(order: ForkOrder, descriptors: Sequence[int], server: str) -> NoReturn:
-    """descriptors: the order's, which this process then owns. server: the address of what forked it."""
+    """Becomes the order's actor. descriptors: the order's, which this process then owns. server: the address of the
+    server that forked it."""
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
@@ -33,7 +34,8 @@ def become_actor(order: ForkOrder, descriptors: Sequence[int], server: str) -> N
 
 
 def forked_by() -> str | None:
-    """The address of the fork server that this process comes from, so that it may ask it, too; None if from none."""
+    """Returns the address of the fork server that this process comes from, so that it may ask it, too. None if it comes
+    from none."""
     return os.environ.get(FORKED_BY)
 
 

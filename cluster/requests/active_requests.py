@@ -68,7 +68,7 @@ class ActiveRequests:
         observe: Observe | None = None,
         origin: int = 0,
     ) -> None:
-        """origin: of this process's claims."""
+        """origin: the origin of this process's claims."""
         self._observe = observe or all_of(())
         self._validator = validator
         self._readers = readers
@@ -87,7 +87,7 @@ class ActiveRequests:
 
     @property
     def running(self) -> int:
-        """Requests that are placed or wait for room in this process."""
+        """The number of requests that are placed or wait for room in this process."""
         return len(self._running)
 
     async def serve(
@@ -103,11 +103,10 @@ class ActiveRequests:
     ) -> None:
         """Runs a request to its end and gives each message for its client to `write`, one at a time.
 
-        client: see Router.place. host: of the client, by which clients take turns in being read. seconds: the client's
-        own time limit, if it has one. credential, open_ended: see RequestValidator.validate. Cancelling this call frees
-        all that the request holds.
-        Raises InvalidRequest, Overloaded, DeadlineExceeded, AttemptsExhausted, Superseded, ServerError, and what end()
-        was given.
+        client: see Router.place. host: the client's, by which clients take turns while requests are read. seconds: the
+        client's own time limit, if it has one. credential, open_ended: see RequestValidator.validate. Cancelling this
+        call frees all that the request holds. Raises InvalidRequest, Overloaded, DeadlineExceeded, AttemptsExhausted,
+        Superseded, ServerError, and the error given to end().
         """
         if self._ended is not None:
             raise self._ended
@@ -134,7 +133,7 @@ class ActiveRequests:
         _end(observer, answers, None)
 
     def _answers(self, valid: ValidRequest, arrived: float, observer: RequestObserver, client: str) -> Answers:
-        """Each has an observer of its own; the first one that of the request."""
+        """Makes the answers. Each has an observer of its own; the first one uses the request's."""
         answers = Answers(
             valid, lambda one: Generation(one, arrived, self._tokenizer, self._eos_token_ids, self._turns)
         )
@@ -175,10 +174,10 @@ class ActiveRequests:
             call.work.cancel()
 
     def move(self, source: WorkerLink, target: WorkerLink, count: int, *, leaves: bool = False) -> int:
-        """Lets up to `count` requests that `source` decodes go on at `target`: those with most tokens left.
+        """Moves up to `count` requests that `source` decodes to `target`: those with most tokens left.
 
-        How many there were. One with few tokens left stays, and so does one that was moved often, unless the source
-        leaves. One whose adapter the target lacks stays, too.
+        Returns how many were moved. A request with few tokens left stays, and so does a request that was moved often,
+        unless the source leaves. A request whose adapter the target lacks stays, too.
         """
         movable = [
             generation
@@ -196,7 +195,7 @@ class ActiveRequests:
         return len(movable[:count])
 
     async def give(self, claim: Claim) -> peer_pb2.ClaimOutcome:
-        """Ends the call that another process claims, and returns when it has ended; or says why it goes on."""
+        """Ends the call that another process claims, and returns when it has ended; or returns why it goes on."""
         self._claims.clock.see(claim.stamp)
         call = self._running.get(claim.request_id)
         if call is None:
@@ -222,7 +221,8 @@ class ActiveRequests:
         return await self._claims.outcome(claim, holders)
 
     def _enter(self, call: _Call) -> _Call:
-        """A call that resumes a request ends the one that runs. That one's client has gone, perhaps unnoticed."""
+        """Registers a call. A call that resumes a request ends the running one, whose client has gone, perhaps
+        unnoticed."""
         claim = call.claim
         before = self._running.get(claim.request_id)
         if before is not None:
@@ -236,7 +236,7 @@ class ActiveRequests:
         return call
 
     def _leave(self, call: _Call) -> None:
-        """Idempotent."""
+        """Unregisters a call. Idempotent."""
         request_id = call.claim.request_id
         if self._running.get(request_id) is call:
             del self._running[request_id]
@@ -270,7 +270,8 @@ class ActiveRequests:
         return valid, fork
 
     def _take_fork(self, request: inference_pb2.GenerateRequest, credential: str) -> tuple[Int64Array, ForkedFrom]:
-        """See take_tokens(). Who may not share the parent's prefixes does not learn that it runs."""
+        """Takes the tokens of a fork: see take_tokens(). A caller that may not share the parent's prefixes does not
+        learn that it runs."""
         call, salt = self._running.get(request.fork.request_id), self._validator.salt(request.cache_salt, credential)
         theirs = call is not None and (call.credential, call.salt) == (credential, salt)
         return take_tokens(request.fork, call.answers.answer(request.fork.index) if call and theirs else None)
@@ -291,7 +292,7 @@ class ActiveRequests:
 
 
 def _end(observer: RequestObserver, answers: Answers | None, error: BaseException | None) -> None:
-    """Tells observers how a request ended. An answer that has its last message ended well, whatever came behind it."""
+    """Tells observers how a request ended. An answer that has its last message ended well, whatever came later."""
     if answers is None:
         observer.ended(FinishReason.ERROR, error, inference_pb2.Usage(), inference_pb2.Timings())
         return

@@ -20,14 +20,14 @@ NOTHING = Received()
 
 
 class Answers:
-    """Runs all answers to a request, each as a request of its own with its own seed.
+    """Runs all answers to a request, each as a separate request with its own seed.
 
     The first one is placed alone. Once the decode worker has its KV, the others are placed on the same workers. They
     find the prompt there as a prefix, so that only its last, partial page is computed again (docs/decisions/0077).
     """
 
     def __init__(self, request: ValidRequest, generation: Callable[[ValidRequest], Generation]) -> None:
-        """generation: makes that of one answer. Answers that have ended for the client get none."""
+        """generation: makes the generation of one answer. Answers that have ended for the client get none."""
         params = request.params
         self._request = request
         self._ranked = params.num_answers > params.n
@@ -50,7 +50,7 @@ class Answers:
 
     @property
     def usage(self) -> inference_pb2.Usage:
-        """The prompt once, and the output of all answers."""
+        """Returns the usage: the prompt once, and the output of all answers."""
         lead, *_ = self._generations.values()
         before = 0 if self._ranked else sum(len(one.token_ids) for one in self._received if one.ended)
         return inference_pb2.Usage(
@@ -72,8 +72,8 @@ class Answers:
         write: Write,
         fork: ForkedFrom = NOT_FORKED,
     ) -> None:
-        """Gives all messages to `write`. An answer that fails ends the others. Raises as Replay.run. fork: see
-        Replay."""
+        """Gives all messages to `write`. An answer that fails ends the others. Raises the errors of Replay.run. fork:
+        see Replay."""
         if self._request.params.num_answers == 1:
             (only,) = self._generations.values()
             told = partial(self._write_told, write) if self._tells else write
@@ -110,13 +110,14 @@ class Answers:
             await (write(message) if index else self._write_told(write, message))
 
     async def _write_told(self, write: Write, message: inference_pb2.GenerateResponse) -> None:
-        """A message of index 0. The first one has the prompt, where the client wants it."""
+        """Writes a message of index 0. The first message carries the prompt, if the client wants it."""
         if self._tells:
             self._tells, message.prompt_token_bytes = False, prompt_to_bytes(self._request.prompt.unpadded)
         await write(message)
 
     async def _write_best(self, write: Write) -> None:
-        """The highest means first, and of equal ones the lowest index. Other tasks go on between two messages."""
+        """Writes the answers with the highest means first, and of equal ones the lowest index. Other tasks run between
+        two messages."""
         ranking = sorted(self._drafts.values(), key=lambda draft: -draft.mean)
         for rank, draft in enumerate(ranking):
             is_told = rank < len(self._received) and not self._received[rank].ended
@@ -128,10 +129,10 @@ class Answers:
 
 
 class Draft:
-    """One of best_of answers, until all have ended."""
+    """One of best_of answers, kept until all have ended."""
 
     def __init__(self, logprobs: int | None) -> None:
-        """logprobs: those that the client gets of each token. None: none."""
+        """logprobs: how many alternatives the client gets for each token. None: no log-probabilities."""
         self._keep = logprobs is not None
         self._most = most_tokens(cost_of(logprobs))
         self.messages = deque[inference_pb2.GenerateResponse]()  # none of them large
@@ -153,12 +154,12 @@ class Draft:
 
     @property
     def mean(self) -> float:
-        """Log-probability a token."""
+        """The mean log-probability of a token."""
         return self._sum / max(1, self._count)
 
 
 async def _lead(replay: Replay, deadline: float, write: Write, landed: asyncio.Event) -> None:
-    """The second token comes from the decode worker, which has all KV by then."""
+    """Runs the first answer. Its second token comes from the decode worker, which has all KV by then."""
     count = 0
 
     async def counted(message: inference_pb2.GenerateResponse) -> None:

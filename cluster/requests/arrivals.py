@@ -10,14 +10,14 @@ from tandem.proto import worker_pb2
 
 T = TypeVar("T")
 Take = Callable[[list[int]], Coroutine[Any, Any, bool]]
-"""Passes the feed's tokens on. False: the request's task has to look."""
+"""Passes the feed's tokens on. Returns False if the request's task has to look."""
 
 
 class Arrivals:
     """Reads an inbox. Owned by the event loop.
 
-    Where a client's writes do not wait, the event loop itself passes tokens of the feed on when it is their turn: it
-    wakes no task for them (docs/decisions/0136).
+    If a client's writes do not wait, the event loop itself passes the feed's tokens on in their turn, and wakes no task
+    for them (docs/decisions/0136).
     """
 
     def __init__(self, inbox: TokenInbox, turns: FairTurns, cost: int) -> None:
@@ -30,7 +30,8 @@ class Arrivals:
         self._waiting: asyncio.Future[Begun[bool] | None]
 
     async def next(self, take: Take | None) -> worker_pb2.GeneratedTokens | None:
-        """The next tokens that are there. None: take() wants the task to look. Raises as TokenInbox.next() and take().
+        """Returns the next tokens that are there. None: take() wants the task to look. Raises as TokenInbox.next() and
+        take().
 
         take: gets the tokens of the feed meanwhile. It runs outside of the task until it waits for something.
         """
@@ -66,7 +67,7 @@ class Arrivals:
 
 
 class Begun(Generic[T]):
-    """A coroutine that has run until it first waited for something. To await this runs the rest."""
+    """A coroutine that has run until it first waited. Awaiting this object runs the rest."""
 
     def __init__(self, work: Coroutine[Any, Any, T]) -> None:
         self._work = work

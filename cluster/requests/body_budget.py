@@ -15,16 +15,16 @@ current_body: "ContextVar[Body | None]" = ContextVar("current_body", default=Non
 
 
 def largest_body(max_message_mib: int | None, max_model_len: int) -> int:
-    """Bytes of one body that are accepted. max_message_mib: None goes by what the model can take."""
+    """Returns the most bytes of one body. max_message_mib: None derives it from what the model can take."""
     if max_message_mib is None:
         max_message_mib = min(MOST_MIB, max(USUAL_MIB, -(-max_model_len * TOKEN_BYTES // MIB)))
     return max_message_mib * MIB
 
 
 class BodyBudget:
-    """Bytes of both frontends together. One client's host may hold half of them. Owned by the event loop.
+    """The bytes of both frontends' requests together. One client's host may hold half of them. Owned by the event loop.
 
-    Bodies of up to SMALL_BODY are not counted: gateway.max_calls bounds them, and large ones keep nobody's out.
+    Bodies of up to SMALL_BODY are not counted: gateway.max_calls bounds them, and large ones keep none of them out.
     """
 
     def __init__(self, most: int, largest: int) -> None:
@@ -69,7 +69,7 @@ class Body:
         self.requests = 1  # of the body that are not validated yet
 
     def hold(self, size: int) -> None:
-        """The body has, or will have, so many bytes. Raises Overloaded when there is no room for them."""
+        """Counts so many bytes, which the body has or will have. Raises Overloaded when there is no room for them."""
         counted = size if size > SMALL_BODY else 0
         if counted != self._held:
             self._budget.move(self._host, counted - self._held)
@@ -80,7 +80,7 @@ class Body:
 
 
 def release_current_body() -> None:
-    """A request is validated. What it came as is dropped, once all requests of the body are."""
+    """Counts a request as validated. Releases its body once all requests of the body are validated."""
     body = current_body.get()
     if body is not None:
         body.requests -= 1

@@ -9,10 +9,10 @@ MAX_CACHE_SALT = 256  # characters
 
 
 def worker_salt(cache_salt: str, credential: str) -> bytes:
-    """The salt that workers get: 16 bytes that nobody can turn back, or none where both are empty.
+    """Returns the salt that workers get: 16 bytes that cannot be inverted, or none if both arguments are empty.
 
-    cache_salt: the request's own. credential: by what its caller was let in, where that counts. Every gateway makes
-    the same salt of the same two. Raises InvalidRequest.
+    cache_salt: the request's own. credential: what its caller showed to be let in, if that counts. Every gateway makes
+    the same salt. Raises InvalidRequest.
     """
     if len(cache_salt) > MAX_CACHE_SALT:
         raise InvalidRequest(f"cache_salt has {len(cache_salt)} characters; at most {MAX_CACHE_SALT} are accepted")

@@ -11,7 +11,7 @@ class CallLimit:
     """Counts calls from admit() until their tasks are done. Owned by the gateway's event loop."""
 
     def __init__(self, most: int, table: GatewayTable | None = None) -> None:
-        """table: where the calls of all the gateway's processes are counted together; None: these only."""
+        """table: where the calls of all the gateway's processes are counted together; None: only this process's."""
         self._most = most
         self._table = table or GatewayTable.alone()
 
@@ -28,6 +28,6 @@ class CallLimit:
 
 
 def connections_per_frontend() -> int:
-    """The most that one frontend may hold. The other one and the gateway itself need files, too."""
+    """Returns the most connections of one frontend. The other frontend and the gateway itself need files, too."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 1 << 20 if soft == resource.RLIM_INFINITY else max(1, soft // 3)

@@ -16,7 +16,7 @@ FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # tho
 
 
 def default_sampling(folder: Path, source: Literal["auto", "none"]) -> Mapping[str, float]:
-    """The parameters that generation_config.json names, by their names; none without such a file, and from no source.
+    """Returns the parameters of generation_config.json, by their names; none without such a file or with source "none".
 
     Its do_sample changes nothing, as in vLLM. InvalidConfig for a value that no request may have.
     """
@@ -40,6 +40,6 @@ def default_sampling(folder: Path, source: Literal["auto", "none"]) -> Mapping[s
 def with_defaults(
     params: SamplingParams, said: inference_pb2.SamplingParams, defaults: Mapping[str, float]
 ) -> SamplingParams:
-    """params: those of the message `said`, which keeps what it names."""
+    """Fills in the defaults. params: the parameters of the message `said`, which keep what the message sets."""
     given = {name: value for name, value in defaults.items() if not said.HasField(name)}  # type: ignore[arg-type]
     return replace(params, **given) if given else params  # type: ignore[arg-type]

@@ -24,20 +24,20 @@ def most_tokens(cost: int) -> int:
 
 
 class FairTurns:
-    """Lets work of a total cost go on in each round of the event loop. The rest waits in order.
+    """Lets work of a limited total cost run in each round of the event loop. The rest waits in order.
 
     Between two rounds the loop looks at its sockets, so a new request or a first token does not wait until all streams
     have been written. A stream that waits gathers tokens. Owned by the event loop.
     """
 
     def __init__(self, a_round: int) -> None:
-        """a_round: the cost. The last turn of a round may cost more than is left of it."""
+        """a_round: the cost of a round. The last turn of a round may cost more than is left of it."""
         self._a_round = self._left = a_round
         self._waiting: deque[tuple[Callable[[], object], int]] = deque()
         self._counting = False
 
     def enter(self, call: Callable[[], object], cost: int = 1) -> None:
-        """Calls `call` when it is its turn, in a later round. It must not raise."""
+        """Calls `call` in its turn, in a later round. It must not raise."""
         self._waiting.append((call, cost))
         if not self._counting:
             self._count()

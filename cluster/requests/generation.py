@@ -33,7 +33,7 @@ Write = Callable[[inference_pb2.GenerateResponse], Coroutine[Any, Any, None]]
 
 
 class Moved(Exception):
-    """The request goes on at another pair of workers: its decode worker so far sends the KV."""
+    """Raised when the request goes on at another pair of workers: its decode worker so far sends the KV."""
 
     def __init__(self, pair: LinkPair) -> None:
         super().__init__("the request was moved")
@@ -44,7 +44,7 @@ class Generation:
     """One client's request and the messages sent for it. run() is called for each placement.
 
     RemoteSend and StartGenerate go out together. The first token comes from the prefill worker, all others from the
-    decode worker. Raises InvalidRequest when the tokens that a client says to have cannot begin its request.
+    decode worker. Raises InvalidRequest if the tokens that a client claims to have cannot begin its request.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Generation:
 
     @property
     def adapter(self) -> bytes:
-        """Digest of its LoRA adapter; empty for none."""
+        """The digest of its LoRA adapter; empty for none."""
         return self._request.prompt.adapter
 
     @property
@@ -107,7 +107,7 @@ class Generation:
 
     @property
     def tokens(self) -> Int64Array:
-        """int64 [n]: its prompt's, and those that its client has."""
+        """The tokens of its prompt, and those that its client has, int64 [n]."""
         return self._request.prompt.going_on(self._sent).token_ids
 
     def fits_window(self, position: int) -> bool:
@@ -139,7 +139,7 @@ class Generation:
     async def run(self, placement: Placement, timeout: float, write: Write) -> None:
         """Writes the messages for the client. timeout in seconds bounds both calls.
 
-        Raises WorkerCallError, ServerError, and Moved behind a call of move().
+        Raises WorkerCallError, ServerError, and Moved after a call of move().
         """
         self._first_is_last = self.complete = False
         self._begin(placement)
@@ -214,11 +214,11 @@ class Generation:
         return self._timings.moves
 
     def await_anew(self) -> None:
-        """The target for its first token counts from now on: until now the request was not to begin."""
+        """Restarts the target for its first token: until now the request was not to begin."""
         self._awaited = time.perf_counter()
 
     def move(self, target: WorkerLink) -> None:
-        """Ends run() behind the tokens that are there, with Moved: the request goes on at another decode worker."""
+        """Ends run() after the tokens that are there, with Moved: the request goes on at another decode worker."""
         if self._decoding is not None:
             placement, inbox = self._decoding
             self._moved = True
@@ -238,7 +238,7 @@ class Generation:
         self._timings.pages = placement.reservation.pages
 
     def _count_local(self, placement: Placement, tokens: worker_pb2.GeneratedTokens) -> None:
-        """The times of a prompt that the decode worker computes itself. Its first token ends the wait for it."""
+        """Counts the times of a prompt that the decode worker computes itself. Its first token ends the wait for it."""
         placement.prefill.forget_prompt(placement.request_id)
         if not self._timings.first_token_seconds:
             self._timings.first_token_seconds = time.perf_counter() - self._arrived
@@ -254,7 +254,7 @@ class Generation:
         usage.disk_cached_tokens = min(prompt.disk_cached_tokens, usage.host_cached_tokens)
 
     def _take_received(self, token_ids: Sequence[int]) -> None:
-        """Counts these tokens, and their text, as sent."""
+        """Counts these tokens and their text as sent."""
         for count, token_id in enumerate(token_ids, start=1):
             reason = self._rule.reason(token_id, count)
             if reason == FinishReason.RUNNING:
@@ -330,7 +330,7 @@ class Generation:
     async def _first_token(
         self, early: EarlyToken | None, answer: "asyncio.Future[worker_pb2.RemoteSendResponse]"
     ) -> worker_pb2.FirstToken:
-        """The early token, unless it may be the last one: the last message needs the answer's timings."""
+        """Returns the early token, unless it may be the last one: the last message needs the answer's timings."""
         if early is not None:
             await asyncio.wait((early, answer), return_when=asyncio.FIRST_COMPLETED)
             if early.done() and not self._may_end_with(early.result().token_id):
@@ -354,7 +354,7 @@ class Generation:
         return message
 
     async def turn(self) -> None:
-        """Returns when it is this request's turn to do what takes as long as a message."""
+        """Waits for this request's turn for work that takes as long as a message."""
         await self._turns.take()
 
     async def _take(self, write: Write, token_ids: list[int]) -> bool:

@@ -39,7 +39,7 @@ class ModelLimits:
         max_batch_tokens: int,
         priorities: tuple[int, int],
     ) -> "ModelLimits":
-        """num_pages: of a decode worker's pool. max_batch_tokens: of a prefill worker's forward."""
+        """Derives the limits. num_pages: of a decode worker's pool. max_batch_tokens: of a prefill worker's forward."""
         return cls(
             vocab_size=model.vocab_size,
             max_model_len=max_model_len,
@@ -57,17 +57,17 @@ class ModelLimits:
 
     @property
     def longest(self) -> int:
-        """Positions of the longest request."""
+        """The positions of the longest request."""
         return min(self.max_model_len, self.pool_tokens)
 
     def longest_before(self, sliding: SlidingWindow) -> int:
-        """The longest prompt of a request that slides. Its positions are rotated before, and q as far behind them as
-        one of them stays in the window."""
+        """Returns the longest prompt of a sliding request. The prompt is rotated before it slides. Queries come up to
+        window - sinks positions after it, which must stay within the model's context."""
         window, sinks = sliding
         return min(self.longest - 1, max(sinks, self.max_model_len - (window - sinks)))
 
     def check(self, prompt: PromptSpec, max_tokens: int) -> None:
-        """InvalidRequest where prompt and output are too long together, or where it cannot slide so."""
+        """Raises InvalidRequest if prompt and output together are too long, or if the request cannot slide so."""
         if prompt.sliding is None:
             self._check_decoder(prompt.num_decoder, max_tokens)
             self.check_length(len(prompt), max_tokens)
@@ -96,7 +96,7 @@ class ModelLimits:
             )
 
     def check_encoder(self, prompt: int) -> None:
-        """InvalidRequest where an encoder's prompt is too long."""
+        """Raises InvalidRequest if an encoder's prompt is too long."""
         if prompt > self.max_encoder_tokens:
             raise InvalidRequest(
                 f"the encoder's prompt has {prompt} tokens; at most {self.max_encoder_tokens} are accepted, which the "
@@ -111,7 +111,7 @@ class ModelLimits:
             )
 
     def room(self, prompt: PromptSpec) -> int:
-        """The most output tokens after a prompt; 0 or less where it is too long itself."""
+        """Returns the most output tokens after a prompt; 0 or less if the prompt itself is too long."""
         if prompt.sliding is not None:
             return self.max_sliding_tokens - len(prompt)
         room, switch = self.longest - len(prompt), self.rope_switch
@@ -120,7 +120,7 @@ class ModelLimits:
         return room if switch is None or len(prompt) > switch else min(room, switch - len(prompt) + 1)
 
     def check_length(self, prompt: int, max_tokens: int) -> None:
-        """InvalidRequest where prompt and output are too long together."""
+        """Raises InvalidRequest if prompt and output together are too long."""
         limit = self.longest
         which = "the model's context" if limit == self.max_model_len else "the decode worker's page pool"
         if prompt >= limit:

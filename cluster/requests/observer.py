@@ -9,7 +9,7 @@ from tandem.workers.sampling.finish import FinishReason
 
 
 class RequestObserver:
-    """Watches one request. Nothing is done here: an observer overrides what it needs.
+    """Watches one request. The methods here do nothing; an observer overrides those that it needs.
 
         validated → placed → prefilled, tokens … → ended
                       ↑ lost or moved ┘
@@ -19,25 +19,26 @@ class RequestObserver:
     """
 
     def validated(self, request: ValidRequest) -> None:
-        """The request may run. One that is refused ends without this."""
+        """The request may run. A refused request ends without this call."""
 
     def placed(self, placement: Placement, *, moved: bool) -> None:
-        """Workers have room. moved: it left a decode worker that goes on serving others."""
+        """Workers have room. moved: the request left a decode worker that goes on serving others."""
 
     def prefilled(self, result: "worker_pb2.RemoteSendResponse | worker_pb2.Prefilled") -> None:
-        """All KV of the prompt is where it is decoded."""
+        """All KV of the prompt has reached its decode worker."""
 
     def tokens(self, count: int) -> None:
-        """A message goes out, of so many output tokens, perhaps none. Called for each message: it must cost little."""
+        """A message of so many output tokens goes out, perhaps none. Called for each message, so it must cost
+        little."""
 
     def read(self, usage: inference_pb2.Usage) -> None:
         """The prompts of a call that asks for no tokens are computed. It ends next."""
 
     def decoded(self, result: worker_pb2.Decoded) -> None:
-        """The decode worker has ended the request by itself."""
+        """The decode worker has ended the request itself."""
 
     def lost(self, error: Exception) -> None:
-        """The placement is over before the request is."""
+        """The placement ended before the request."""
 
     def ended(
         self,
@@ -46,19 +47,19 @@ class RequestObserver:
         usage: inference_pb2.Usage,
         timings: inference_pb2.Timings,
     ) -> None:
-        """Called once, last. reason: STOP or LENGTH behind the last token, ABORT where the client left or a later call
-        took over, else ERROR. error: what the client is told instead of the last message."""
+        """Called once, last. reason: STOP or LENGTH after the last token, ABORT if the client left or a later call took
+        over, else ERROR. error: what the client gets in place of the last message."""
 
 
 Observe = Callable[[str, str, float], RequestObserver]
-"""Begins to watch a request: its id, empty where the client gave none, whose it is, and when it came by
+"""Begins to watch a request. It gets the id, empty if the client gave none; the client; and the arrival, by
 time.perf_counter()."""
 
 UNOBSERVED = RequestObserver()
 
 
 class _Observers(RequestObserver):
-    """Several as one."""
+    """Several observers as one."""
 
     def __init__(self, parts: Sequence[RequestObserver]) -> None:
         self._parts = parts
@@ -106,7 +107,7 @@ class _Observers(RequestObserver):
 
 
 def all_of(observers: Sequence[Observe]) -> Observe:
-    """Watches each request with all of these."""
+    """Makes an Observe that watches each request with all of these."""
     if len(observers) == 1:
         return observers[0]
 

@@ -1,4 +1,4 @@
-"""The log-probabilities of one request's prompt, on their way to its client."""
+"""Sends the log-probabilities of one request's prompt to its client."""
 
 from collections.abc import AsyncGenerator
 
@@ -11,8 +11,8 @@ from tandem.proto import inference_pb2, worker_pb2
 
 
 class PromptLogprobs:
-    """Sends each entry once, however many placements it takes. They come before the first output token, so a request
-    that resumes behind a token has them."""
+    """Sends each entry once, however many placements it takes. Entries come before the first output token, so a request
+    that resumes after a token has them."""
 
     def __init__(self, request: ValidRequest, turns: FairTurns) -> None:
         """turns: each message waits for one."""

@@ -12,7 +12,7 @@ PERIOD_SECONDS = 0.25  # longer than a move and the reports that show its effect
 
 
 class Rebalancer:
-    """Looks at the workers' loads now and then. Owned by the gateway's event loop."""
+    """Looks at the workers' loads regularly. Owned by the gateway's event loop."""
 
     def __init__(
         self,
@@ -21,15 +21,15 @@ class Rebalancer:
         token_seconds: float,
         turn: Callable[[], tuple[int, int]] = lambda: (0, 1),
     ) -> None:
-        """turn: this gateway process among those of all hosts, and how many these are now: all see the same loads, so
-        they look in turns, by the time of day."""
+        """turn: returns this gateway process's number among those of all hosts, and their present count. All see the
+        same loads, so they look in turns, by the time of day."""
         self._turn = turn
         self._islands = islands
         self._requests = requests
         self._token_seconds = token_seconds
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Runs until it is cancelled."""
         while True:
             await asyncio.sleep(PERIOD_SECONDS)
             process, processes = self._turn()
@@ -37,7 +37,7 @@ class Rebalancer:
                 self.look()
 
     def look(self) -> None:
-        """Moves what should be moved now."""
+        """Moves the requests that should move now."""
         links = self._islands.links()
         for move in moves(self._islands.loads(), self._token_seconds):
             self._requests.move(links[move.source.key], links[move.target.key], move.num_requests)

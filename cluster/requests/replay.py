@@ -1,4 +1,4 @@
-"""One request until it ends. When its workers are lost it is placed again."""
+"""Runs one request until it ends, and places it again when its workers are lost."""
 
 import asyncio
 
@@ -28,8 +28,8 @@ class Replay:
         near: LinkPair | None = None,
         fork: ForkedFrom = NOT_FORKED,
     ) -> None:
-        """client, count, near: see Router.place. near: a pair makes it one of the answers that were admitted before.
-        fork: where the first attempt finds what it begins with."""
+        """client, count, near: see Router.place. near: set for further answers to an admitted request. fork: the place
+        of the KV that the first attempt begins with."""
         self._router = router
         self._generation = generation
         self._client = client
@@ -41,7 +41,7 @@ class Replay:
     async def run(self, deadline: float, write: Write) -> None:
         """Writes the messages for the client. deadline in the event loop's time.
 
-        A failed forward counts as a loss once. Raises AttemptsExhausted and the errors of Router.place and
+        A failed forward counts as a loss once. Raises AttemptsExhausted, and the errors of Router.place and
         Generation.run.
         """
         reasons: list[str] = []
@@ -108,7 +108,7 @@ class Replay:
                 self._router.in_background(self._give_back(placement, generation.complete))
 
     async def _give_back(self, placement: Placement, complete: bool) -> None:
-        """Very many may be cancelled at once, and workers hear of each."""
+        """Gives a placement back. Very many requests may be cancelled at once, and workers hear of each."""
         if not complete:
             await self._generation.turn()
         await self._router.give_back(placement, complete)

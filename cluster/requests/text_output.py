@@ -9,7 +9,8 @@ from tandem.workers.sampling.sampling_params import SamplingParams
 
 
 class OutputPart(NamedTuple):
-    """num_tokens of the tokens given belong to the output: fewer than given when a stop string ended it."""
+    """Output of some tokens. num_tokens of the given tokens belong to it: fewer than given if a stop string ended the
+    output."""
 
     text: str
     num_tokens: int
@@ -18,7 +19,7 @@ class OutputPart(NamedTuple):
 
 
 class TextOutput:
-    """Detokenises one request's tokens in order and watches for its stop strings behind the first min_tokens.
+    """Detokenises one request's tokens in order, and watches for its stop strings after the first min_tokens.
 
     Without a tokenizer the text stays empty, and stop strings were refused when the request was validated.
     """
@@ -32,7 +33,7 @@ class TextOutput:
         self._show_stop_token = params.include_stop_str_in_output
 
     def add(self, token_ids: list[int], finish_reason: FinishReason) -> OutputPart:
-        """finish_reason is the workers' word after the last of token_ids; a stop string overrides it."""
+        """Adds tokens. finish_reason is the workers' reason after the last of token_ids; a stop string overrides it."""
         if self._text is None:
             return OutputPart("", len(token_ids), finish_reason)
         if not self._watches and finish_reason == FinishReason.RUNNING:  # as most are

@@ -1,4 +1,4 @@
-"""The one validator of requests, for all frontends."""
+"""Validates requests of all frontends."""
 
 import secrets
 import uuid
@@ -46,7 +46,7 @@ MOST_STOPS = (("stop", MAX_STOP_STRINGS), ("stop_token_ids", MAX_STOP_TOKEN_IDS)
 
 @dataclass(frozen=True, eq=False)
 class ValidRequest:
-    """A request whose answers workers can run; params has a seed, so that a replay draws the same numbers."""
+    """A request whose answers workers can run. params has a seed, so that a replay samples the same tokens."""
 
     request_id: str
     prompt: PromptSpec
@@ -57,7 +57,7 @@ class ValidRequest:
     adapter: str = ""  # the name of the LoRA adapter that answers; empty for the model itself
 
     def answer(self, index: int) -> "ValidRequest":
-        """One answer as a request of its own. As in vLLM its seed is the request's plus its index."""
+        """Returns one answer as a request of its own. As in vLLM, its seed is the request's plus its index."""
         params = self.params
         if params.num_answers == 1:
             return self
@@ -86,8 +86,8 @@ class RequestValidator:
         defaults: Mapping[str, float] = MappingProxyType({}),
         names: ServedNames | None = None,
     ) -> None:
-        """salt_by_token: callers with unlike credentials share no prefixes. defaults: see default_sampling(). names:
-        those that a request may give as its model; None: any, for the one model."""
+        """salt_by_token: callers with different credentials share no prefixes. defaults: see default_sampling(). names:
+        the names that a request may give as its model; None: any, for the one model."""
         self._defaults = defaults
         self._names = names
         self._limits = limits
@@ -100,9 +100,9 @@ class RequestValidator:
         return self._limits.vocab_size
 
     def check(self, message: inference_pb2.GenerateRequest) -> None:
-        """All that can be said before the prompt is tokenized, and without looking at each part. Raises InvalidRequest.
+        """Checks everything that needs no tokenized prompt and no look at each part. Raises InvalidRequest.
 
-        What passes is bounded by the model's context.
+        The model's context bounds the size of a request that passes.
         """
         if len(message.request_id) > MAX_REQUEST_ID:
             raise InvalidRequest(
@@ -188,7 +188,7 @@ class RequestValidator:
         return worker_salt(cache_salt, credential if self._salt_by_token else "")
 
     def most_kept(self, message: inference_pb2.GenerateRequest) -> int | None:
-        """No more of the prompt's last tokens are kept; None where it is not truncated."""
+        """Returns how many of the prompt's last tokens are kept at most; None if it is not truncated."""
         if not message.HasField("truncate_prompt_tokens"):
             return None
         return message.truncate_prompt_tokens if message.truncate_prompt_tokens > 0 else self._limits.longest
@@ -200,9 +200,9 @@ class RequestValidator:
         credential: str = "",
         tokens: Int64Array | None = None,
     ) -> ValidRequest:
-        """open_ended: what a request that names no max_tokens gets, or as much of it as there is room for; None: the
-        default of SamplingParams. credential: what the caller showed to be let in, empty for nothing. tokens: the
-        prompt's, int64 [n], where they are known."""
+        """open_ended: max_tokens of a request that sets none, or as many as there is room for; None: the default of
+        SamplingParams. credential: what the caller showed to be let in, empty for nothing. tokens: the prompt's, int64
+        [n], if they are known."""
         self.check(message)
         adapter = self._adapter(message)
         params = with_defaults(sampling_from_proto(message.sampling), message.sampling, self._defaults)
@@ -248,7 +248,7 @@ class RequestValidator:
         return ValidRequest(request_id, prompt, params, received, resumes, tells, name)
 
     def _adapter(self, message: inference_pb2.GenerateRequest) -> Adapter | None:
-        """UnknownModel for a model that is not served."""
+        """Returns the adapter. UnknownModel for a model that is not served."""
         return None if self._names is None else self._names.adapter(message.model)
 
     def _check_received(self, field: str, count: int, *, slides: bool) -> None:
@@ -263,8 +263,8 @@ class RequestValidator:
             raise InvalidRequest(f"sampling.{error}") from error
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
-        """Token ids of texts as they stand, and as they stand behind a space where that is another first token: as in
-        vLLM."""
+        """Returns the token ids of texts as they are, and with a space before them if that changes the first token, as
+        in vLLM."""
         if self._tokenizer is None:
             raise InvalidRequest("sampling.bad_words: texts need a tokenizer, and the checkpoint has none")
         words: list[tuple[int, ...]] = []
@@ -310,8 +310,8 @@ class RequestValidator:
     def _kept(
         self, message: inference_pb2.GenerateRequest, params: SamplingParams, open_ended: int | None
     ) -> int | None:
-        """The most tokens that are left of a prompt; None leaves all. open_ended: None where max_tokens is named. Else
-        the prompt leaves it half of the context, if it may be so long."""
+        """Returns how many tokens of a prompt are kept; None keeps all. open_ended: None if max_tokens is set.
+        Otherwise the prompt leaves it half of the context, if it may be so long."""
         if not message.HasField("truncate_prompt_tokens"):
             return None
         if message.truncate_prompt_tokens > 0:
@@ -354,7 +354,7 @@ class RequestValidator:
     def _join(
         self, encoder_ids: Int64Array, message: inference_pb2.GenerateRequest
     ) -> tuple[Int64Array, EncoderPrompt]:
-        """The encoder's prompt, padded to whole pages, and the decoder's behind it."""
+        """Joins the encoder's prompt, padded to whole pages, and the decoder's prompt."""
         limits = self._limits
         limits.check_encoder(len(encoder_ids))
         try:
@@ -368,7 +368,7 @@ class RequestValidator:
         return np.concatenate((encoder_ids, padding, decoder_ids)), encoder
 
     def _check_vocabulary(self, field: str, ids: Int64Array, *, of_text: bool = False) -> None:
-        """Also of a text: a tokenizer may have tokens that the model lacks."""
+        """Checks ids against the vocabulary, also those of a text: a tokenizer may have tokens that the model lacks."""
         vocab_size, largest = self._limits.vocab_size, int(ids.max(initial=0))
         if largest < vocab_size:
             return
@@ -380,5 +380,5 @@ class RequestValidator:
 
 
 def refused_prompt(message: inference_pb2.GenerateRequest, error: Exception) -> InvalidRequest:
-    """The refusal of a prompt that the tokenizer, or the chat template, fails on."""
+    """Returns the refusal of a prompt on which the tokenizer or the chat template fails."""
     return InvalidRequest(f"{message.WhichOneof('input')}: {error}")

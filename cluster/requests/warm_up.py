@@ -1,4 +1,4 @@
-"""Requests of the gateway's own through new workers, so that clients' first requests find all ready."""
+"""Sends the gateway's own requests through new workers, so that clients' first requests find everything ready."""
 
 import asyncio
 import itertools
@@ -46,7 +46,7 @@ class WarmUp:
         self._numbers = itertools.count(1)
 
     async def run(self, island: str) -> None:
-        """Sends some requests through each pair of the island's workers. What fails is logged: clients lose nothing."""
+        """Sends some requests through each pair of the island's workers. Failures are logged: clients lose nothing."""
         try:
             async with asyncio.timeout(MOST_SECONDS):
                 for pair in self._pairs(island):
@@ -74,7 +74,7 @@ class WarmUp:
                 group.create_task(self._send(pair, length, PARAMS[0]))
 
     async def _send(self, pair: LinkPair, length: int, params: SamplingParams) -> None:
-        """One request, of a prompt that nobody has sent before; none where the workers could not hold it."""
+        """Sends one request with a new prompt, or none if the workers could not hold it."""
         number = next(self._numbers)
         encoder = NO_ENCODER
         if self._limits.max_encoder_tokens:
@@ -93,4 +93,4 @@ class WarmUp:
 
 
 async def _drop(message: inference_pb2.GenerateResponse) -> None:
-    """Nobody reads the answer."""
+    """Drops an answer, which nobody reads."""

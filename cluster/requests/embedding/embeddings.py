@@ -40,7 +40,7 @@ class Caller:
 
 
 class Embeddings:
-    """Owned by the gateway's event loop."""
+    """Computes embeddings and scores. Owned by the gateway's event loop."""
 
     def __init__(
         self,
@@ -71,8 +71,8 @@ class Embeddings:
 
     @contextmanager
     def embedding_room(self, count: int, dimensions: int | None) -> Generator[None]:
-        """Holds the numbers of an answer while the block runs. Raises Overloaded, and InvalidRequest for one that is
-        too long."""
+        """Reserves memory for an answer while the block runs. Raises Overloaded, and InvalidRequest for an answer that
+        is too long."""
         numbers = count * min(dimensions or self._limits.hidden_size, self._limits.hidden_size)
         if numbers > MOST_ANSWER:
             raise InvalidRequest(
@@ -88,7 +88,8 @@ class Embeddings:
             self._held -= numbers
 
     async def embed(self, request: inference_pb2.EmbedRequest, caller: Caller) -> tuple[str, ReadAnswer]:
-        """The request's id, and float32 [inputs, dimensions]. Raises CallErrors, as PromptReading.run()."""
+        """Returns the request's id, and float32 [inputs, dimensions]. Raises CallErrors, as PromptReading.run()
+        does."""
         with self._watched(request.request_id, caller) as watched:
             self._check(request)
             inputs = await self._inputs.read(request, caller.host)
@@ -104,7 +105,7 @@ class Embeddings:
             return watched.request_id, ReadAnswer(values, answer.usage, answer.timings)
 
     async def score(self, pairs: Pairs, caller: Caller, request_id: str = "") -> tuple[str, ReadAnswer]:
-        """The request's id, and float32 [pairs]: how good each is, between 0 and 1."""
+        """Returns the request's id, and float32 [pairs]: how good each pair is, between 0 and 1."""
         with self._watched(request_id, caller) as watched:
             self._check_model()
             self._inputs.check_count("documents", len(pairs.texts))
@@ -183,7 +184,7 @@ class Embeddings:
 
 
 class _Watched:
-    """One request, and what observes it."""
+    """A request with its observers."""
 
     def __init__(self, observer: RequestObserver, request_id: str) -> None:
         self.observer, self.request_id = observer, request_id

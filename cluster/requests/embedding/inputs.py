@@ -46,11 +46,11 @@ class InputReader:
 
     @property
     def longest(self) -> int:
-        """Tokens of an input: nothing is generated behind them."""
+        """The most tokens of an input. Nothing is generated after them."""
         return min(self._limits.longest, self._recipe.longest or self._limits.longest)
 
     async def read(self, request: inference_pb2.EmbedRequest, host: str) -> Inputs:
-        """host: of the client, by which clients take turns in being read."""
+        """Reads the inputs of a request. host: the client's, by which clients take turns while requests are read."""
         self.check_count("inputs", len(request.inputs))
         kinds = [one.WhichOneof("input") for one in request.inputs]
         if None in kinds:
@@ -81,7 +81,7 @@ class InputReader:
             raise InvalidRequest(f"{name} has {count} entries; 1 … {most} are accepted (embeddings.max_inputs)")
 
     def check_tokens(self, name: str, ids: Sequence[Int64Array]) -> None:
-        """name: of the inputs, as their client knows them."""
+        """Checks token ids. name: of the inputs, as their client knows them."""
         longest, vocab_size = self.longest, self._limits.vocab_size
         for index, one in enumerate(ids):
             if not 1 <= one.size <= longest:
@@ -94,7 +94,7 @@ class InputReader:
             raise InvalidRequest(f"{name} have {total} tokens; at most {most} are accepted (embeddings.max_tokens)")
 
     def kept(self, request: inference_pb2.EmbedRequest) -> int | None:
-        """Tokens that are left of a longer input; None leaves all."""
+        """Returns how many tokens of a longer input are kept; None keeps all."""
         if not request.HasField("truncate_prompt_tokens"):
             return None
         kept = request.truncate_prompt_tokens
@@ -103,7 +103,7 @@ class InputReader:
         return self.longest if kept == -1 else kept
 
     async def tokenize(self, texts: Sequence[str], host: str, *, special: bool, kept: int | None) -> list[Int64Array]:
-        """Long texts in a process of their own. Texts that must be too long are refused before that."""
+        """Tokenizes texts, long ones in a separate process. Texts that must be too long are refused before."""
         if not texts:
             return []
         if self._tokenizer is None:
@@ -130,7 +130,7 @@ class InputReader:
         return [np.array(one, np.int64) for one in ids]
 
     def _put_first(self, request: inference_pb2.EmbedRequest) -> str:
-        """The text that goes before each text."""
+        """Returns the text that goes before each text."""
         recipe = self._recipe
         if request.HasField("prompt") and request.HasField("prompt_name"):
             raise InvalidRequest("prompt_name is set beside prompt; one of both is accepted")

@@ -1,4 +1,4 @@
-"""Prompts of one call, on their way to prefill workers, which compute them and decode nothing."""
+"""Sends the prompts of one call to prefill workers, which compute them and decode nothing."""
 
 import asyncio
 import itertools
@@ -39,8 +39,8 @@ MOST_VALUES = 1 << 21  # numbers of one call's answer: messages have at most 16 
 
 @dataclass(frozen=True, eq=False)
 class ReadingJob:
-    """Prompts of one client, and what is read of each: see ReadPromptsRequest. width: numbers of each; the first
-    `kept` of them are answered."""
+    """Prompts of one client, and what is read of each: see ReadPromptsRequest. width: numbers read of each prompt; the
+    answer has the first `kept` of them."""
 
     request_id: str
     prompts: Sequence[PromptSpec]
@@ -61,7 +61,7 @@ class ReadingJob:
 
 @dataclass(frozen=True)
 class ReadAnswer:
-    """values: [prompts, kept], in their order."""
+    """The answer. values: [prompts, kept], in the prompts' order."""
 
     values: Values
     usage: inference_pb2.Usage
@@ -70,7 +70,7 @@ class ReadAnswer:
 
 @dataclass(eq=False)
 class _Group:
-    """Neighbours that one call of a worker computes."""
+    """Neighbouring prompts that one call of a worker computes."""
 
     begin: int
     prompts: list[PromptSpec] = field(default_factory=list)
@@ -78,11 +78,11 @@ class _Group:
 
 
 class PromptReading:
-    """Sends prompts, some at a time, to the prefill worker that has least to do. Where a worker is lost, its prompts go
-    to another. Owned by the gateway's event loop.
+    """Sends prompts, some at a time, to the prefill worker with the least work. The prompts of a lost worker go to
+    another. Owned by the gateway's event loop.
 
-    A worker has no more of them than AHEAD forwards, of all gateway processes. So prompts that are decoded wait for
-    those at most, whatever waits here, and clients take turns here.
+    A worker has at most AHEAD forwards of them, over all gateway processes. So prompts that are decoded wait for these
+    at most, however many wait here. Clients take turns here.
     """
 
     def __init__(
@@ -96,8 +96,8 @@ class PromptReading:
         max_attempts: int,
         queue_seconds: float,
     ) -> None:
-        """queue: of this process. id_prefix: see Router. processes: of the gateway. max_batch_tokens: of a worker's
-        forward."""
+        """queue: of this process. id_prefix: see Router. processes: number of the gateway's processes.
+        max_batch_tokens: of a worker's forward."""
         self._islands, self._queue = islands, queue
         self._id_prefix, self._asked = id_prefix, itertools.count(1)
         self._max_batch_tokens, self._max_attempts = max_batch_tokens, max_attempts
@@ -126,7 +126,8 @@ class PromptReading:
 
     @staticmethod
     def _begin(group: asyncio.TaskGroup, reading: Coroutine[Any, Any, None], place: "_Place") -> None:
-        """A group in which a call has failed takes no more, and a task may be cancelled before it begins."""
+        """Begins a group's call. A group in which a call has failed takes no more. A task may also be cancelled before
+        it begins."""
         try:
             task = group.create_task(reading)
         except RuntimeError:
@@ -146,7 +147,8 @@ class PromptReading:
         yield group
 
     async def _place(self, call: "_Call", part: _Group, *, again: bool) -> "_Place":
-        """Waits for the call's turn, and for a worker that has little to do. Its load counts the group from then on."""
+        """Waits for the call's turn, and for a worker with little work. The worker's load counts the group from then
+        on."""
         job, queue = call.job, self._queue
         try:
             async with (
@@ -180,7 +182,7 @@ class PromptReading:
         return None if best is None else links[best.key]
 
     async def _read(self, call: "_Call", part: _Group, place: "_Place") -> None:
-        """A failed forward counts as a loss once: another prompt may have been at fault."""
+        """Reads a part from a worker. A failed forward counts as a loss once: another prompt may have been at fault."""
         reasons: list[str] = []
         failed = False
         while True:
@@ -226,7 +228,7 @@ class _Place:
     def __init__(
         self, link: WorkerLink, worker_id: str, tokens: int, placed: Counter[WorkerLink], queue: AdmissionQueue
     ) -> None:
-        """worker_id: by which the worker knows the call. placed: counts it, too. queue: hears of the room."""
+        """worker_id: the worker's id of the call. placed: counts the tokens, too. queue: hears of the room."""
         self.link, self.worker_id = link, worker_id
         self._tokens, self._placed, self._queue = tokens, placed, queue
         link.expect_prompt(worker_id, tokens)
@@ -234,7 +236,7 @@ class _Place:
         placed[link] += tokens
 
     def release(self, *_: object) -> None:
-        """Idempotent."""
+        """Stops counting the tokens. Idempotent."""
         tokens, self._tokens = self._tokens, 0
         if tokens:
             self.link.forget_prompt(self.worker_id)
@@ -257,7 +259,7 @@ class _Call:
         self._values = np.empty((len(job.prompts), job.kept), np.float32)
 
     def placed(self) -> None:
-        """The first worker has room."""
+        """Tells the observer that the first worker has room."""
         if not self.timings.attempts:
             self.timings.attempts = 1
             self.timings.queue_seconds = time.perf_counter() - self._began
@@ -272,7 +274,7 @@ class _Call:
         self.timings.prefill_seconds += response.seconds
 
     def answer(self) -> ReadAnswer:
-        """All workers have answered."""
+        """Returns the answer, once all workers have answered."""
         self.timings.total_seconds = time.perf_counter() - self._began
         return ReadAnswer(self._values, self.usage, self.timings)
 

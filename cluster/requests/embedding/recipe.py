@@ -34,8 +34,8 @@ OLDER_MODES = {
 
 @dataclass(frozen=True)
 class EmbeddingRecipe:
-    """refused, unpooled: why no embedding can be made, by the model and by its modules; empty where it can. Texts of
-    prompts go before inputs."""
+    """The recipe. refused, unpooled: why no embedding can be made, by the model and by its modules; empty if it can.
+    Texts of prompts go before inputs."""
 
     mean: bool = False  # of all hidden states; else the last token's
     normalizes: bool = True
@@ -53,7 +53,7 @@ class EmbeddingRecipe:
 
 
 def read_recipe(folder: Path) -> EmbeddingRecipe:
-    """Raises InvalidConfig for files that cannot be read."""
+    """Reads the recipe of a checkpoint's folder. Raises InvalidConfig for files that cannot be read."""
     named = _fields(folder / "config_sentence_transformers.json")
     texts = named.section("prompts")
     prompts = {name: text for name in texts.names() if isinstance(text := texts.raw(name), str)}
@@ -105,7 +105,7 @@ def _modes(pooling: Fields) -> list[str]:
 
 
 def _modules(path: Path) -> dict[str, str]:
-    """The last part of each module's type, and its folder."""
+    """Returns the last part of each module's type, and its folder."""
     try:
         listed: Any = json.loads(read_text(path, MAX_BYTES))
     except (ValueError, RecursionError) as error:
@@ -121,5 +121,5 @@ def _modules(path: Path) -> dict[str, str]:
 
 
 def _fields(path: Path) -> Fields:
-    """Empty where there is no such file."""
+    """Reads the fields; empty without such a file."""
     return Fields.from_file(path) if is_there(path) else Fields({}, str(path))

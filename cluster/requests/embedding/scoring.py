@@ -1,4 +1,4 @@
-"""Prompts that ask whether a document is what a query wants, and the tokens that say so."""
+"""Prompts that ask whether a document answers a query, and the tokens for yes and no."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -22,8 +22,8 @@ MARK = "<|"  # begins the special tokens of templates
 
 
 class Pairs(NamedTuple):
-    """texts: query and document. kept: tokens of a whole prompt, for which documents are cut; None cuts nothing, -1 as
-    much as has to be. document_tokens: of each document, at most; None: all."""
+    """Pairs to score. texts: query and document. kept: most tokens of a whole prompt, for which documents are cut; None
+    cuts nothing, -1 only what must be cut. document_tokens: of each document, at most; None: all."""
 
     texts: Sequence[tuple[str, str]]
     instruction: str | None = None
@@ -34,7 +34,7 @@ class Pairs(NamedTuple):
 
 
 class ScorePrompt:
-    """Fills the template. A score compares the logits of two tokens behind it."""
+    """Fills the template. A score compares the logits of two tokens after the prompt."""
 
     def __init__(self, settings: EmbeddingSettings, inputs: InputReader, tokenizer: Tokenizer | None) -> None:
         self._settings, self._inputs, self._tokenizer = settings, inputs, tokenizer
@@ -59,7 +59,7 @@ class ScorePrompt:
         return "", tuple(ids)
 
     def _lacking(self, tokenizer: Tokenizer) -> str:
-        """A special token of the template that the tokenizer does not know."""
+        """Returns a special token of the template that the tokenizer does not know; empty without one."""
         for part in self._settings.score_template.split(MARK)[1:]:
             token = MARK + part.partition("|>")[0] + "|>"
             if len(tokenizer.encode(token, add_special_tokens=False)) != 1:

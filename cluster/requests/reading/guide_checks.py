@@ -14,8 +14,8 @@ TRIES = 2  # a process may end for another reason, such as a lack of memory on i
 class GuideChecks:
     """Compiles grammars in the readers' processes, as workers will. Owned by the event loop.
 
-    A compiler can take long, and some grammars end the process that it runs in. So no worker gets one that has not been
-    compiled before.
+    A compiler can take long, and some grammars end its process. So workers get only grammars that have been compiled
+    here.
     """
 
     def __init__(self, readers: Readers, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
@@ -25,7 +25,7 @@ class GuideChecks:
         self._known: OrderedDict[Guided, str] = OrderedDict()  # why a grammar is refused; empty for one that is not
 
     async def check(self, host: str, guided: Guided) -> None:
-        """InvalidRequest for a grammar that no worker could follow. host: see Readers.run()."""
+        """Raises InvalidRequest for a grammar that no worker could follow. host: see Readers.run()."""
         guided = replace(guided, thinking=None)  # which has no part in it
         why = self._known.get(guided)
         if why is None:

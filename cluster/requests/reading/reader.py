@@ -26,10 +26,10 @@ GUIDE_BYTES = 1 << 30  # that compiling one grammar may add to this process
 
 
 class Reader:
-    """The object of such a process."""
+    """The reader in its own process."""
 
     def __init__(self, folder: Path) -> None:
-        """folder: of the checkpoint."""
+        """folder: the checkpoint's."""
         os.nice(NICE)
         os.environ["RUST_BACKTRACE"] = "0"  # a stranger decides how often the tokenizer panics
         self._folder = folder
@@ -41,7 +41,7 @@ class Reader:
         threading.stack_size(default)
 
     def ready(self) -> None:
-        """Returns once the constructor has."""
+        """Returns once the constructor has run."""
 
     def tokens(self, message: inference_pb2.GenerateRequest, most: int | None = None) -> Int64Array:
         """Returns the ids of prompt_tokens(), or their last `most`."""
@@ -70,7 +70,7 @@ class Reader:
             resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
     def run(self, function: Callable[..., T], *arguments: object) -> T:
-        """function: of a module."""
+        """Calls a module's function."""
         return function(*arguments)
 
 

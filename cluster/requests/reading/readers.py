@@ -1,7 +1,7 @@
 """Processes that read long requests, their JSON, templates and texts, and compile grammars.
 
-They take so long, and hold the interpreter so much, that streams would stand still meanwhile. A process can be ended,
-too, which a thread in a tokenizer cannot.
+This work takes so long, and holds the interpreter so much, that streams would stall meanwhile. A process can also be
+ended; a thread in a tokenizer cannot.
 """
 
 import asyncio
@@ -35,13 +35,13 @@ class ReadTooSlow(Exception):
 
 
 class Readers:
-    """Two processes, started when they are needed. One that takes too long is ended, and another takes its place.
+    """Two processes, started when they are needed. A process that takes too long is ended and replaced.
 
     Owned by the event loop.
     """
 
     def __init__(self, folder: Path, modules: Sequence[str]) -> None:
-        """folder: of the checkpoint. modules: of the functions that run() gets."""
+        """folder: the checkpoint's. modules: the modules of the functions for run()."""
         self._folder = folder
         self._modules = (Reader.__module__, *modules)
         self._turns = ClientTurns(PROCESSES)
@@ -51,7 +51,7 @@ class Readers:
         self._closed = False
 
     def prepare(self) -> None:
-        """Lets what forks them import. Returns at once."""
+        """Begins the imports in the fork server. Returns at once."""
         if self._server is None:
             self._server = ForkServer(self._modules, address=forked_by())
 
@@ -115,7 +115,7 @@ class Readers:
                     reader.kill()
 
     def _take(self) -> ForkedActor:
-        """An idle process, or a new one. In a thread, for it may wait for the server's imports."""
+        """Returns an idle process, or a new one. Runs in a thread, because it may wait for the server's imports."""
         while self._idle:
             reader = self._idle.pop()
             if not reader.ended:

@@ -55,7 +55,7 @@ def read_resume(
 
 
 def _check_adapter(message: inference_pb2.GenerateRequest, adapter: Adapter | None) -> None:
-    """AdapterRefused unless the tokens so far are of the weights that the request's model stands for now."""
+    """Raises AdapterRefused unless the tokens so far come from the weights that the request's model names now."""
     now = b"" if adapter is None else adapter.digest
     before = message.resume.adapter
     if before != now:

@@ -1,4 +1,4 @@
-"""Brings LoRA adapters to workers: at an operator's word to all of them, and to those that come later."""
+"""Loads LoRA adapters at workers: at all of them when an operator adds one, and at workers that come later."""
 
 import asyncio
 import logging
@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 
 
 class AdapterLoads:
-    """Owned by the gateway's event loop. Calls repeat safely: a worker that holds an adapter answers at once."""
+    """Loads adapters. Owned by the gateway's event loop. Calls repeat safely: a worker that holds an adapter answers at
+    once."""
 
     def __init__(self, islands: Islands, names: ServedNames, clock: Callable[[], float] = time.monotonic) -> None:
         self._islands = islands
@@ -36,9 +37,10 @@ class AdapterLoads:
         self._nameless: dict[tuple[WorkerLink, bytes], float] = {}  # since when
 
     async def load(self, name: str, path: str) -> Adapter:
-        """All workers that take requests now hold the adapter, and have read the same; or none keeps it.
+        """Loads an adapter at all workers that take requests. They must read equal weights; otherwise no worker keeps
+        it.
 
-        Raises InvalidRequest where its folder is refused, AdapterRefused else, with what each worker said.
+        Raises InvalidRequest if its folder is refused, otherwise AdapterRefused, with each worker's error.
         """
         links = list(self._islands.links().values())
         if not links:
@@ -59,14 +61,16 @@ class AdapterLoads:
         return Adapter(name, path, one.digest, one.rank, one.bytes)
 
     async def drop(self, digest: bytes) -> None:
-        """No worker keeps weights that no name stands for. One that does not answer hears of it later: see run()."""
+        """Removes weights without a name from all workers. A worker that does not answer hears of it later: see
+        run()."""
         if self._names.adapters.has_digest(digest):
             return
         links = [link for link in self._islands.links().values() if digest in link.adapters]
         await asyncio.gather(*(_remove(link, digest) for link in links))
 
     async def run(self) -> None:
-        """Gives workers that come later what they lack, and ends what an addition left behind, until cancelled."""
+        """Gives workers that come later the adapters that they lack, and removes what a failed addition left. Runs
+        until cancelled."""
         while True:
             try:
                 await self.bring()
@@ -80,12 +84,12 @@ class AdapterLoads:
                 continue
 
     def look(self) -> None:
-        """Workers or adapters have changed: run() looks now."""
+        """Makes run() look now: workers or adapters have changed."""
         self._wake.set()
 
     async def bring(self) -> str:
-        """Every worker gets the adapters that it lacks, all workers at a time, each one after another. What workers
-        refused, in words; empty where they did not. What failed else is tried again."""
+        """Gives every worker the adapters that it lacks: all workers at once, each adapter after another. Returns in
+        words what workers refused; empty if nothing. Other failures are tried again."""
         wanted = {one.digest: one for one in self._names.adapters.by_name.values()}
         now = self._clock()
         self._failed = {pair: failure for pair, failure in self._failed.items() if now - failure[0] < AGAIN_SECONDS}
@@ -101,7 +105,8 @@ class AdapterLoads:
     async def _bring_to(
         self, link: WorkerLink, adapters: Sequence[Adapter]
     ) -> list[tuple[WorkerLink, WorkerCallError]]:
-        """A worker that reads a folder twice at a time needs memory for both, so it is asked once at a time."""
+        """Gives one worker these adapters. It is asked for one at a time: reading a folder twice at once would need
+        memory for both."""
         async with self._turns.setdefault(link, asyncio.Lock()):
             for adapter in adapters:
                 await self._bring_one(link, adapter)

@@ -1,4 +1,4 @@
-"""Requests that wait for a place: how many may, and whose turn it is."""
+"""The queue of requests that wait for a place: its bounds, and the order of turns."""
 
 import asyncio
 import heapq
@@ -42,7 +42,8 @@ class _Waiter:
 
 
 class RoomSignal:
-    """Set when there may be room: something was given back, in any of the gateway's processes. As asyncio.Event."""
+    """An asyncio.Event that is set when there may be room: something was given back, in any of the gateway's
+    processes."""
 
     def __init__(self, table: GatewayTable) -> None:
         self._table = table
@@ -65,21 +66,21 @@ class RoomSignal:
 
 
 class AdmissionQueue:
-    """Requests of lower priorities go first. Of one priority clients take turns, each client's requests in order. A
-    request keeps its turn until it has a place, unless one of a lower priority comes, or a client that has had fewer
-    turns. A request that waits rises by one priority each priority_seconds, so that it does not wait for ever.
+    """Requests with lower priority numbers go first. Within a priority clients take turns, each client's requests in
+    order. A request keeps its turn until it has a place, unless a request with a lower number comes, or a client that
+    has had fewer turns. A request that waits rises by one priority each priority_seconds, so that it does not wait for
+    ever.
 
     A request with an adapter may lack a slot for it, which others do not need. Requests that name one adapter are a
     *group*. While its first request lets others pass, the group is aside, for a moment.
 
-    A request gets the number of a turn: one more than the last that found room, and one more for each request of its
-    client that waits already, in whichever process. So a client has one turn a round, however many requests and
-    processes it has.
+    A request gets a turn number: one more than the last turn that found room, and one more for each waiting request of
+    its client, in whichever process. So a client has one turn a round, however many requests and processes it has.
 
-    Bounded by requests and by the tokens they ask for. A request that is larger than a bound may wait alone. When a
-    bound is reached, the client that has most of the queue is turned away: its newest request gives way to one of a
-    client that has less even with that one, in whichever process either waits. Before that, the newest request of the
-    last priority gives way to one of a lower priority that comes to the same process.
+    Bounded by requests and by the tokens they ask for. A request that is larger than a bound may wait alone. At a
+    bound, the client with most of the queue loses its newest request to a client that has less, the new request
+    included, in whichever process either waits. Before that, the newest request of the last priority gives way to a
+    request with a lower number that comes to the same process.
 
     Owned by the gateway's event loop.
     """
@@ -93,8 +94,8 @@ class AdmissionQueue:
         *,
         priority_seconds: float = 30.0,
     ) -> None:
-        """table: where the requests of all the gateway's processes are counted together; None: these only. ask_others:
-        PeerLinks.give_way."""
+        """table: where the requests of all the gateway's processes are counted together; None: only this process's.
+        ask_others: PeerLinks.give_way."""
         self._max_requests = max_requests
         self._max_tokens = max_tokens
         self._table = table or GatewayTable.alone()
@@ -133,9 +134,9 @@ class AdmissionQueue:
         priority: int = 0,
         group: bytes = b"",
     ) -> AsyncGenerator[None]:
-        """Waits for its turn, and has it inside the block. Overloaded when too much waits already, or when it gives
-        way, unless the request was admitted before. requests: as how many it counts. group: digest of its adapter;
-        empty for a request without."""
+        """Waits for the request's turn, and holds it inside the block. Overloaded when too much waits already, or when
+        the request gives way, unless it was admitted before. requests: how many requests it counts as. group: the
+        digest of its adapter; empty for a request without."""
         owner = f"{client}\0{priority}" if priority else client  # each priority has turns of its own
         turn = _Waiter(self._table.client_column(owner), tokens, requests, admitted, priority, group)
         self._count(turn)  # before it looks, as all processes do: together they never admit too much
@@ -153,8 +154,8 @@ class AdmissionQueue:
                 self._pass_on()
 
     def give_way(self, client: int) -> bool:
-        """Ends the newest request of the last priority that waits here for a client, by its column in the table;
-        whether there was one."""
+        """Ends the newest request of the last priority that waits here for a client, by its column in the table.
+        Returns whether there was one."""
         asked = [turn for heap in self._waiting.values() for turn in heap if turn.client == client]
         return self._end_newest(asked, "this client has most of it: its newest request gives way to another client's")
 
@@ -216,7 +217,7 @@ class AdmissionQueue:
         self._table.add(Column.QUEUED, turn.requests)
 
     def _join(self, turn: _Waiter) -> None:
-        """It counts as one of its client from now on."""
+        """Counts the request as one of its client from now on."""
         table, turn.waits = self._table, True
         turn.number = table.highest(Column.TURNS_DONE) + 1 + table.total(turn.client)
         turn.since = time.monotonic_ns()
@@ -224,7 +225,7 @@ class AdmissionQueue:
         table.add(table.tokens_column(turn.client), turn.tokens)
 
     def _leave(self, turn: _Waiter) -> None:
-        """Nothing of it counts any more. Idempotent."""
+        """Counts nothing of the request any more. Idempotent."""
         table = self._table
         if turn.waits:
             turn.waits = False
@@ -236,7 +237,8 @@ class AdmissionQueue:
             table.add(Column.QUEUED, -turn.requests)
 
     async def _find_room(self, turn: _Waiter) -> None:
-        """Returns when the queue has room for it, which another client may have to make. Else raises Overloaded."""
+        """Returns when the queue has room for the request, which another client may have to make. Otherwise raises
+        Overloaded."""
         while reason := self._is_full(turn):
             heaps = self._waiting.items()
             below = [waits for (priority, _), heap in heaps if priority > turn.priority for waits in heap]
@@ -300,7 +302,7 @@ class AdmissionQueue:
         heapq.heappush(heap, turn)
 
     def _pass_on(self) -> None:
-        """The turn goes to the first that still waits."""
+        """Gives the turn to the first request that still waits."""
         now = time.monotonic()
         self._turn_seconds += SMOOTHING * (now - self._passed_on - self._turn_seconds)
         self._passed_on = now
@@ -313,7 +315,7 @@ class AdmissionQueue:
         self._table.put(Column.TURN, 0)
 
     def _next(self) -> _Waiter | None:
-        """The first that still waits. One whose group is aside comes after all others."""
+        """Returns the first request that still waits. One whose group is aside comes after all others."""
         for key, heap in list(self._waiting.items()):
             while heap and heap[0].given.done():  # cancelled
                 heapq.heappop(heap)
@@ -323,7 +325,7 @@ class AdmissionQueue:
         return min(firsts, key=lambda turn: (self._is_aside(turn), self._rank(turn, now)), default=None)
 
     def _end_newest(self, turns: Iterable[_Waiter], reason: str) -> bool:
-        """Ends the newest one of the last priority among requests that wait here; whether one could be ended."""
+        """Ends the newest waiting request of the last priority here. Returns whether one could be ended."""
         asked = [turn for turn in turns if not turn.admitted and not turn.given.done()]
         if not asked:
             return False
@@ -334,7 +336,7 @@ class AdmissionQueue:
         return True
 
     def _rank(self, turn: _Waiter, now: int) -> tuple[int, int, int]:
-        """The lowest one goes first."""
+        """Returns the key of the order of turns: the lowest goes first."""
         return self._level(turn.priority, turn.since, now), turn.number, turn.since
 
     def _level(self, priority: int, since: int, now: int) -> int:

@@ -28,8 +28,8 @@ LONE_STEP = 0.5  # a step of few rows, of the bound, where none was measured as 
 
 
 def adaptive(token_seconds: float, *, colocated: bool = False) -> Policy:
-    """The policy. token_seconds: the bound on the time from one token to the next. colocated: each worker computes the
-    prompts of the requests that it decodes, and no others."""
+    """Makes the policy. token_seconds: the bound on the time from one token to the next. colocated: each worker
+    computes the prompts of the requests that it decodes, and no others."""
 
     def policy(workers: Sequence[WorkerLoad], ask: Ask, turn: int) -> Iterator[Pair]:
         islands: defaultdict[str, list[WorkerLoad]] = defaultdict(list)
@@ -47,7 +47,7 @@ def adaptive(token_seconds: float, *, colocated: bool = False) -> Policy:
 
 
 class _Island:
-    """One island's workers and what they would cost a request."""
+    """One island's workers and their costs for a request."""
 
     def __init__(self, workers: Sequence[WorkerLoad], ask: Ask, bound: float) -> None:
         self._workers = workers
@@ -59,7 +59,7 @@ class _Island:
         self._output = min(ask.max_tokens, LONGEST_OUTPUT)
 
     def pairs(self) -> list[tuple[float, Pair]]:
-        """(cost, pair): each worker as the decoder, with the best prefill worker for it and with itself."""
+        """Returns (cost, pair): each worker as the decoder, with the best prefill worker for it and with itself."""
         workers, pushes = self._workers, bool(self._ask.pushes)
         waits = [self._first_token(one) for one in workers]
         prompts = [wait + self._holds_up_rows(one) for wait, one in zip(waits, workers, strict=True)]
@@ -79,7 +79,7 @@ class _Island:
         return ranked
 
     def same_workers(self) -> list[tuple[float, Pair]]:
-        """(cost, pair): each worker for both, whatever it is mainly for."""
+        """Returns (cost, pair): each worker for both, whatever its main role."""
         ranked = []
         for one in self._workers:
             expected = self._first_token(one)
@@ -106,7 +106,8 @@ class _Island:
         return ROW_WEIGHT * (prefill.rows + prefill.parked) * self._to_compute(prefill) / self._rate
 
     def _holds_up_prompts(self, decode: WorkerLoad) -> float:
-        """Steps that the request adds on a worker whose time prompts need; rows that are there already pay for most."""
+        """Returns the cost of steps that the request adds on a worker whose time prompts need. Present rows pay for
+        most of them."""
         if decode.role == Role.DECODE:
             return 0.0
         waiting = min(1.0, max(LEAST_WAITING, decode.prompt_tokens / self._rate / WAITING_SECONDS))

@@ -19,8 +19,8 @@ class Stored:
 class HeldPrefixes(Generic[Holder]):
     """The prefixes that workers report. Owned by the event loop.
 
-    What a worker holds in its store alone counts less: a token whose copy takes a third of the time in which the worker
-    would compute it counts two thirds, and one whose copy takes longer counts nothing.
+    Tokens that a worker holds in its store alone count less. If copying a token takes a third of the time to compute
+    it, it counts two thirds. If copying takes longer than computing, it counts nothing.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class HeldPrefixes(Generic[Holder]):
         self._prices: dict[Holder, float] = {}
 
     def apply(self, holder: Holder, report: worker_pb2.WorkerReport) -> None:
-        """See PrefixView.apply."""
+        """Applies a report: see PrefixView.apply."""
         self.pages.apply(holder, report)
         self.stored.apply(holder, Stored(report.stored_whole, report.stored_added, report.stored_removed))
         self._prices[holder] = report.stored_price
@@ -42,7 +42,7 @@ class HeldPrefixes(Generic[Holder]):
         self._prices.pop(holder, None)
 
     def match(self, prompt: PromptKeys) -> dict[Holder, int]:
-        """Tokens at the prompt's beginning that each worker saves by what it holds; see PrefixView.match."""
+        """Returns the tokens at the prompt's beginning that each worker saves; see PrefixView.match."""
         found = self.pages.match(prompt)
         for holder, tokens in self.stored.match(prompt).items() if len(self.stored) else ():
             here = found.get(holder, 0)

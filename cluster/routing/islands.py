@@ -42,7 +42,7 @@ class IslandLinks:
         pushes: PushTimes,
         kept: Sequence[WorkerLink] = (),
     ) -> None:
-        """kept: links of workers that go on as they were."""
+        """kept: links of workers that stay unchanged."""
         self.state = state
         known = {link.worker: link for link in kept}
         self.links = [
@@ -64,7 +64,7 @@ class IslandLinks:
         return sum(link.load for link in self.links)
 
     async def close(self) -> None:
-        """Calls under way fail."""
+        """Closes all links. Calls under way fail."""
         await asyncio.gather(*(link.close() for link in self.links))
 
 
@@ -74,7 +74,7 @@ class Islands:
     def __init__(
         self, max_message_bytes: int, policy: Policy, page_size: int, table: GatewayTable | None = None
     ) -> None:
-        """table: of the gateway's processes; None where there is one."""
+        """table: of the gateway's processes; None if there is one process."""
         self._table = table or GatewayTable.alone()
         self._page_size = page_size
         self._max_message_bytes = max_message_bytes
@@ -128,7 +128,7 @@ class Islands:
 
     @property
     def has_one_decoder(self) -> bool:
-        """Whether a single worker decodes all requests."""
+        """True if a single worker decodes all requests."""
         return sum(link.role is Role.DECODE for link in self.links().values()) == 1
 
     def holds(self, adapter: bytes) -> bool:
@@ -136,7 +136,8 @@ class Islands:
         return any(adapter in link.adapters for link in self.links().values())
 
     def _holders(self, adapter: bytes) -> list[WorkerLoad]:
-        """loads() of workers that hold an adapter. One that has to bring it in counts as more loaded."""
+        """Returns loads() of workers that hold an adapter. A worker that must copy it to its device counts as more
+        loaded."""
         return [
             load if adapter in link.resident_adapters else load.plus(COPIED_TOKENS)
             for load, link in zip(self.loads(), self.links().values(), strict=True)
@@ -155,11 +156,11 @@ class Islands:
         return list(self._current[name].links) if name in self._current else []
 
     def placed_tokens(self, name: str) -> int:
-        """Tokens of this process's requests that are not yet over on the island, whether it takes new ones or not."""
+        """Returns the tokens of this process's unfinished requests on the island, whether it takes new ones or not."""
         return self._current[name].placed_tokens if name in self._current else 0
 
     async def update(self, state: IslandState) -> bool:
-        """Takes an island's new state, and says whether it has new workers. One that is older than the last is
+        """Takes an island's new state, and returns whether it has new workers. A state that is older than the last is
         ignored."""
         before = self._current.get(state.name)
         if before is not None and state.version <= before.state.version:
@@ -190,7 +191,7 @@ class Islands:
         return bool(new)
 
     async def info(self, transport: str) -> list[inference_pb2.IslandInfo]:
-        """Each island's own account. All are asked at once."""
+        """Returns each island's own account. All are asked at once."""
 
         async def one(island: IslandLinks) -> inference_pb2.IslandInfo:
             state = island.state  # a later one would not fit the links

@@ -16,7 +16,7 @@ from tandem.cluster.scaling import ScalingState
 class IslandState:
     """One island at one time. workers is empty while it takes no requests; `version` orders the states of an island.
 
-    number: its own, in whichever epoch, from 0 on. gone: it is no part of the cluster any more.
+    number: its own in all epochs, counted from 0. gone: it is no part of the cluster any more.
     """
 
     name: str
@@ -67,7 +67,8 @@ class Membership:
         missing: int = 0,
         leaving: frozenset[int] = frozenset(),
     ) -> list[Future[Any]]:
-        """Keeps the new state and sends it to the gateway's processes; the calls under way, none while none serves."""
+        """Keeps the new state and sends it to the gateway's processes. Returns the calls under way, none if no gateway
+        serves."""
         with self._lock:
             before = self._states.get(name)
             version, number = (1, len(self._states)) if before is None else (before.version + 1, before.number)
@@ -92,21 +93,21 @@ class Membership:
             return [state for state in self._states.values() if not state.gone]
 
     def update_scaling(self, state: ScalingState) -> None:
-        """Tells all what the scaling policy is about."""
+        """Tells all gateway processes the state of the scaling policy."""
         with self._lock:
             self._scaling = state
             for gateway in self._gateways:
                 gateway.call("update_scaling", state)
 
     def update_outage(self, reason: str) -> None:
-        """Tells all why nothing can be started; an empty reason: it can again."""
+        """Tells all why nothing can be started; an empty reason means that processes can start again."""
         with self._lock:
             self._outage = Outage(self._outage.version + 1, reason)
             for gateway in self._gateways:
                 gateway.call("update_outage", self._outage)
 
     def update_adapters(self, adapters: AdapterSet) -> list[Future[Any]]:
-        """Tells all which adapters are served; the calls under way."""
+        """Tells all which adapters are served. Returns the calls under way."""
         with self._lock:
             if adapters.version > self._adapters.version:
                 self._adapters = adapters
@@ -119,7 +120,7 @@ class Membership:
             return self._adapters
 
     def update_host(self, host: GatewayHost) -> None:
-        """Tells all which processes a host's gateway has now. One without any is there no more."""
+        """Tells all which processes a host's gateway has now. A host without any has no gateway."""
         with self._lock:
             others = self._hosts.without(host.number)
             self._hosts = GatewayHosts(self._hosts.version + 1, (*others, host) if host.peers else others)
@@ -127,7 +128,7 @@ class Membership:
                 gateway.call("update_hosts", self._hosts)
 
     def remove(self, name: str) -> None:
-        """Tells all that the island is gone. Another one may take its name and number later."""
+        """Tells all that the island is gone. Another island may take its name and number later."""
         with self._lock:
             before = self._states.get(name)
             if before is None:
@@ -150,12 +151,12 @@ class Membership:
             return [gateway.call("update_island", state) for state in self._states.values()]
 
     def detach(self, gateway: ActorProcess) -> None:
-        """The process is told nothing any more. Idempotent."""
+        """Stops telling the process anything. Idempotent."""
         with self._lock:
             self._gateways = [other for other in self._gateways if other is not gateway]
 
     def ask_placed_tokens(self, name: str) -> list[Future[Any]]:
-        """Asks each process how much of the island's work it has not yet seen done; no call while none serves."""
+        """Asks each process how much of the island's work it has not yet seen done. Makes no call if none serves."""
         with self._lock:
             return [gateway.call("placed_tokens", name) for gateway in self._gateways]
 

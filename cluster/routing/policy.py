@@ -37,7 +37,7 @@ class WorkerLoad(NamedTuple):
         return self.island, self.pe
 
     def plus(self, tokens: int) -> "WorkerLoad":
-        """The same with so many tokens more to hold and to compute."""
+        """Returns the load with so many tokens more to hold and to compute."""
         return self._replace(load=self.load + tokens, prompt_tokens=self.prompt_tokens + tokens)
 
 
@@ -79,7 +79,8 @@ A pair that is left out gets no request. The gateway tries the pairs in order un
 
 
 def least_loaded(workers: Sequence[WorkerLoad], ask: Ask, turn: int) -> Iterator[Pair]:
-    """Every reachable decode worker by load, each with the least loaded reachable prefill worker of its island."""
+    """Yields every reachable decode worker by load, each with the least loaded reachable prefill worker of its
+    island."""
     if ask.pushes:
         return _by_hosts(workers, ask, lambda one: one.load, lambda one: one.load, weighs_prompts=False)
     best: dict[str, WorkerLoad] = {}

@@ -1,4 +1,4 @@
-"""Prompts that a prefill worker hears of before they are placed, and the first tokens that come back."""
+"""Announces prompts to a prefill worker before they are placed, and takes in the first tokens that come back."""
 
 import asyncio
 from contextlib import suppress
@@ -16,7 +16,7 @@ EarlyToken = asyncio.Future[worker_pb2.FirstToken]
 
 
 class PrefillHints:
-    """The gRPC stream of Worker/Announce to one worker. A prompt opens it where none is open.
+    """The gRPC stream of Worker/Announce to one worker. The first prompt opens it.
 
     Messages on it are hints, so nothing here fails. Used on the event loop of its stub.
     """
@@ -29,7 +29,8 @@ class PrefillHints:
         self._expected: dict[str, EarlyToken] = {}
 
     def expect(self, request_id: str) -> EarlyToken:
-        """A future for the request's first token, which may never come. Cancel it when nobody waits any more."""
+        """Returns a future for the request's first token, which may never come. Cancel it when nobody waits any
+        more."""
         token: EarlyToken = asyncio.get_running_loop().create_future()
         token.add_done_callback(lambda _: self._expected.pop(request_id, None))
         self._expected[request_id] = token
@@ -42,7 +43,7 @@ class PrefillHints:
                 await self._open().write(request)
 
     async def close(self) -> None:
-        """Nothing more comes. Idempotent."""
+        """Closes the stream. Idempotent."""
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.wait((self._reader,))

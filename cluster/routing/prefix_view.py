@@ -15,7 +15,8 @@ Holder = TypeVar("Holder")
 
 
 class PromptKeys:
-    """Keys of a prompt's full pages but the last token's, made as far as they are asked for, and once."""
+    """Keys of a prompt's full pages, without the page of the last token. They are made once, as far as they are
+    needed."""
 
     def __init__(self, token_ids: Int64Array, page_size: int, salt: bytes = b"") -> None:
         """token_ids: int64 [n], n at least 1."""
@@ -25,7 +26,7 @@ class PromptKeys:
         self._keys: list[int] = []
 
     def first(self, count: int) -> list[int]:
-        """All keys made so far, in a list that grows: at least the first `count`, where there are so many."""
+        """Returns all keys made so far, in a list that grows: at least the first `count`, if there are so many."""
         missing = min(count, self.num_pages) - len(self._keys)
         self._keys += [int.from_bytes(digest[:KEY_BYTES], "little") for digest in islice(self._chain, max(0, missing))]
         return self._keys
@@ -42,14 +43,13 @@ class Report(Protocol):
 class PrefixView(Generic[Holder]):
     """The keys of all workers' prefix indexes. Owned by the event loop.
 
-    A key has a mask with a bit for each worker that holds its page. So one look-up says it of all workers, and a page
-    that many hold takes the memory of one. A worker's keys are as many as its cache has pages.
+    A key has a mask with a bit for each worker that holds its page. So one look-up covers all workers, and a page that
+    many hold takes the memory of one. A worker's keys are as many as its cache has pages.
 
         0x5bd1…  ──►  0b0101     workers 0 and 2 hold this page
 
-    The bits of workers that are gone stay in the masks, and match nothing, until there are as many of them as of
-    others. One look at all keys then takes them out. So a worker's end costs as much as its own keys, however many
-    others there are.
+    The bits of gone workers stay in the masks, and match nothing, until they are as many as the others. One pass over
+    all keys then removes them. So a worker's end costs as much as its own keys, however many others there are.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class PrefixView(Generic[Holder]):
         self._gone = 0  # the bits of workers that were dropped
 
     def __len__(self) -> int:
-        """Distinct keys, those that only workers held that are gone included."""
+        """Returns the number of distinct keys, including those that only gone workers held."""
         return len(self._masks)
 
     def apply(self, holder: Holder, report: Report) -> None:
@@ -86,7 +86,8 @@ class PrefixView(Generic[Holder]):
                 self._sweep()
 
     def match(self, prompt: PromptKeys) -> dict[Holder, int]:
-        """Tokens at the prompt's beginning whose KV each worker holds; workers that hold none are left out.
+        """Returns how many tokens at the prompt's beginning each worker holds the KV of; workers that hold none are
+        left out.
 
         An index evicts the ends of prefixes first. So a worker that holds a page is taken to hold all before it.
         """
@@ -118,7 +119,7 @@ class PrefixView(Generic[Holder]):
         return found
 
     def _group(self, mask: int) -> tuple[Holder, ...]:
-        """The workers whose bits are set: most prompts that are asked for meet the same few masks."""
+        """Returns the workers whose bits are set. Most prompts meet the same few masks, so results are kept."""
         group = self._groups.get(mask)
         if group is None:
             if len(self._groups) >= MAX_GROUPS:
@@ -134,7 +135,7 @@ class PrefixView(Generic[Holder]):
         return bit
 
     def _sweep(self) -> None:
-        """Takes the bits of all that are gone out of all masks."""
+        """Removes the bits of all gone workers from all masks."""
         stays = ~self._gone
         self._masks = {key: left for key, mask in self._masks.items() if (left := mask & stays)}
         self._gone = 0

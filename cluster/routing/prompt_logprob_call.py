@@ -8,10 +8,10 @@ from tandem.proto import worker_pb2
 
 
 class PromptLogprobCall:
-    """One call of Worker/PromptLogprobs. Messages are read one by one, so that the worker keeps those to come."""
+    """One call of Worker/PromptLogprobs. Messages are read one by one, so that the worker keeps later ones."""
 
     def __init__(self, call: Any, errors: Callable[[], AbstractContextManager[None]]) -> None:
-        """errors: makes the link's errors of the call's."""
+        """errors: turns the call's errors into the link's."""
         self._call = call
         self._messages = aiter(call)
         self._errors = errors
@@ -28,7 +28,7 @@ class PromptLogprobCall:
             raise
 
     async def read(self) -> worker_pb2.PackedLogprobs | None:
-        """The next message; None behind the last, and where the prompt has failed. Raises WorkerCallErrors."""
+        """Returns the next message; None after the last, and if the prompt has failed. Raises WorkerCallErrors."""
         with self._errors():
             return await anext(self._messages, None)
 

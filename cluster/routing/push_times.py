@@ -16,7 +16,8 @@ MOST_PAIRS = 1024
 
 
 class PushTimes:
-    """Owned by the gateway's event loop. Workers that share a host push through its memory: that counts as nothing."""
+    """Measures pushes. Owned by the gateway's event loop. Workers that share a host push through its memory, which
+    counts as 0."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """clock: monotonic seconds."""
@@ -26,7 +27,7 @@ class PushTimes:
         self._known_at = clock()
 
     def saw(self, hosts: Hosts, tokens: int, seconds: float) -> None:
-        """A push of so many tokens, which took the prompt so much longer."""
+        """Records a push of so many tokens, which took the prompt so much longer."""
         if hosts[0] == hosts[1] or tokens < 1:
             return
         if hosts not in self._seen and len(self._seen) >= MOST_PAIRS:
@@ -36,7 +37,8 @@ class PushTimes:
 
     @property
     def per_token(self) -> Mapping[Hosts, float]:
-        """Seconds, for pairs of unlike hosts that were seen. Others count as nothing, and so are tried."""
+        """Returns the seconds a token for pairs of different hosts that were seen. Other pairs count as 0, and so are
+        tried."""
         now = self._clock()
         if self._seen and now - self._known_at >= FRESH_SECONDS:
             self._known_at = now

@@ -5,10 +5,10 @@ from tandem.workers.config import Role
 
 
 class Readiness:
-    """Owned by the gateway's event loop.
+    """The gateway's readiness. Owned by its event loop.
 
-    A gateway is not ready while it starts, while no island can serve, and from the order to stop on. It still takes
-    requests then: balancers get the time to send theirs elsewhere.
+    A gateway is not ready while it starts, while no island can serve, and after it was told to stop. It still takes
+    requests then, so that balancers have time to send theirs elsewhere.
     """
 
     def __init__(self, islands: Islands, *, adaptive: bool) -> None:
@@ -31,11 +31,11 @@ class Readiness:
         return ""
 
     def start(self) -> None:
-        """The first workers are warm."""
+        """Marks the first workers as warm."""
         self._started = True
 
     def drain(self) -> None:
-        """The gateway was told to stop."""
+        """Marks the gateway as stopping."""
         self._draining = True
 
     def _serves(self) -> bool:

@@ -29,8 +29,8 @@ JUST_NOW_SECONDS = 0.02  # after all workers were asked, those that would make r
 
 @dataclass(eq=False)
 class _Wanted:
-    """A request without a placement. would_park: workers that had no room when all were asked, and would make some.
-    lacking: for each worker that had no room, whether it lacked a slot for the adapter. asked: when that was."""
+    """A request without a placement. would_park: workers that had no room when all were asked, and would park requests
+    to make some. lacking: whether each worker without room lacked a slot for the adapter. asked: when that was."""
 
     request_id: str
     prompt: PromptSpec
@@ -92,8 +92,8 @@ class Router:
         check_adapter: Callable[[bytes], None] = lambda digest: None,
     ) -> None:
         """id_prefix: begins the request ids of this gateway, so that workers can tell gateways apart. parks: whether
-        workers may park running requests. check_adapter: raises AdapterRefused for the digest of one that is served no
-        more."""
+        workers may park running requests. check_adapter: raises AdapterRefused for the digest of an adapter that is no
+        longer served."""
         self._islands = islands
         self._queue = queue
         self._id_prefix = id_prefix
@@ -106,7 +106,7 @@ class Router:
 
     @property
     def queued(self) -> int:
-        """Requests that wait for a placement in this process."""
+        """The number of requests that wait for a placement in this process."""
         return self._queue.requests
 
     async def place(
@@ -126,7 +126,7 @@ class Router:
 
         client: the request's owner; waiting clients take turns. again: the request was admitted before, so a full queue
         does not refuse it. move: the pair that is tried first, however many wait. near: the pair that is tried first in
-        the request's own turn. count: as how many requests it counts while it waits. fork_of: see
+        the request's own turn. count: how many requests it counts as while it waits. fork_of: see
         PrepareReceiveRequest. Raises Overloaded (queue full), DeadlineExceeded (no room in time), AdapterRefused or
         WorkerCallError.
         """
@@ -169,8 +169,8 @@ class Router:
     async def give_back(self, placement: Placement, complete: bool) -> None:
         """Ends a placement. Unless it is complete, both workers get an Abort, the sender first.
 
-        The sender's answer means that it writes no more, and only then may the receiver reuse the pages. A sender that
-        cannot say so yet is asked once more. After that leases and recalls end the rest.
+        The sender's answer means that it writes no more. Only then may the receiver reuse the pages. A sender that
+        cannot answer yet is asked once more. After that leases and recalls end the rest.
         """
         request_id, quiet = placement.request_id, True
         placement.prefill.forget_prompt(request_id)
@@ -203,7 +203,7 @@ class Router:
             prefill.load += prompt_tokens
 
     def look_again(self) -> None:
-        """An island has come or gone, so a waiting request may have room now."""
+        """Looks for room again: an island has come or gone, so a waiting request may have room now."""
         self._given_back.set()
 
     async def close(self) -> None:
@@ -229,10 +229,11 @@ class Router:
     async def _try(
         self, wanted: _Wanted, *, announce: bool = False, first: LinkPair | None = None, parks: bool = False
     ) -> Placement | None:
-        """The first pair whose decode worker has room, `first` before those of the policy; None without one.
+        """Reserves on the first pair whose decode worker has room, `first` before those of the policy; None without
+        one.
 
-        announce: an idle prefill worker hears of the prompt before there is room for it. parks: workers are asked that
-        would make room.
+        announce: an idle prefill worker hears of the prompt before there is room for it. parks: asks workers that would
+        park requests to make room.
         """
         self._check_adapter(wanted.prompt.adapter)
         makers, wanted.would_park = wanted.would_park, []
@@ -306,7 +307,7 @@ class Router:
     async def _ask(
         self, decode: WorkerLink, request: worker_pb2.PrepareReceiveRequest, wanted: _Wanted
     ) -> worker_pb2.Reservation | None:
-        """None when the worker has no room or does not answer: another may have room."""
+        """Asks a decode worker for room. None when it has none or does not answer: another may have room."""
         try:
             return await decode.prepare(request, PREPARE_SECONDS)
         except WorkerFull as error:

@@ -41,10 +41,10 @@ class _Feed:
 
 
 class TokenFeed:
-    """The feed of one worker. A request opens it, and opens another when it has ended or grown old.
+    """The feed of one worker. A request opens it, and replaces it when it has ended or grown old.
 
-    Requests that named the old feed end on it. Requests that come before a feed is open do without one. Used on the
-    event loop of its stub.
+    Requests that named the old feed stay on it to their end. Requests that come before a feed is open do without one.
+    Used on the event loop of its stub.
     """
 
     def __init__(self, stub: worker_pb2_grpc.WorkerStub, epoch: int, lost: Callable[[], PlacementLost]) -> None:
@@ -59,7 +59,7 @@ class TokenFeed:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def inbox(self) -> TokenInbox:
-        """The inbox of a new request, until leave(). It has no number where no feed is open."""
+        """Yields the inbox of a new request, until leave(). It has no number if no feed is open."""
         feed = self._current
         if self._opening is None and (feed is None or asyncio.get_running_loop().time() >= feed.renewed_at):
             self._opening = asyncio.create_task(self._serve())
@@ -78,7 +78,7 @@ class TokenFeed:
             self._end_unused(feed)
 
     async def close(self) -> None:
-        """Nothing more comes. Idempotent."""
+        """Closes the feed. Idempotent."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:

@@ -28,14 +28,14 @@ class TokenInbox:
         self._notify: Callable[[], None] | None = None  # of what comes next
 
     def add(self, token_id: int) -> None:
-        """The feed's next token."""
+        """Adds the feed's next token."""
         self._fed.append(token_id)
         self._num_fed += 1
         if self._notify is not None:
             self._came()
 
     def lose(self, error: BaseException) -> None:
-        """The feed brings no more. next() raises the error behind the tokens that are there."""
+        """Ends the feed: it brings no more tokens. next() raises the error after the tokens that are there."""
         self._lost = error
         self._came()
 
@@ -52,7 +52,7 @@ class TokenInbox:
             self._came()
 
     def end(self, error: BaseException) -> None:
-        """The call has ended. next() raises the error behind its last message."""
+        """Ends the call. next() raises the error after its last message."""
         self._end = error
         self._came()
 
@@ -62,12 +62,12 @@ class TokenInbox:
         self._came()
 
     def fed(self, most: int) -> list[int]:
-        """The feed's next tokens that are there, at most so many, perhaps none."""
+        """Returns the feed's next tokens that are there, at most so many, perhaps none."""
         fed = self._fed
         return [fed.popleft() for _ in range(min(len(fed), most))]
 
     def next(self, most: int) -> worker_pb2.GeneratedTokens:
-        """The next tokens that are there, at most so many. Raises what lose() or end() was given."""
+        """Returns the next tokens that are there, at most so many. Raises the error given to lose() or end()."""
         if self._fed:
             return worker_pb2.GeneratedTokens(token_ids=self.fed(most))
         if self._has_message:
@@ -88,7 +88,7 @@ class TokenInbox:
 
 
 def _first_of(messages: deque[worker_pb2.GeneratedTokens], most: int) -> worker_pb2.GeneratedTokens:
-    """The first message, or its first tokens where it has more than `most`."""
+    """Returns the first message, or its first tokens if it has more than `most`."""
     message = messages[0]
     if len(message.token_ids) <= most:
         return messages.popleft()

@@ -36,7 +36,7 @@ Sent = asyncio.Future[worker_pb2.RemoteSendResponse]
 
 @dataclass(frozen=True)
 class WorkerAddress:
-    """One worker's address. The launcher tells it to the gateway; no request can."""
+    """One worker's address. The launcher tells the gateway; no request can."""
 
     role: Role
     pe: int
@@ -59,7 +59,7 @@ class WorkerLink:
         placed: PlacedTokens,
         pushes: PushTimes,
     ) -> None:
-        """prefixes: gets to know what the worker holds, from watch() on. pushes: gets to know how long they take."""
+        """prefixes: learns what the worker holds, from watch() on. pushes: learns how long pushes take."""
         self.key: Key = (island, worker.pe)
         options = [
             ("grpc.max_receive_message_length", max_message_bytes),
@@ -92,12 +92,12 @@ class WorkerLink:
         self._watch.start()
 
     def end_watch(self) -> None:
-        """No report comes in any more, and what was reported is void. Idempotent."""
+        """Stops taking in reports; earlier ones are void. Idempotent."""
         self._watch.end()
 
     @property
     def report(self) -> worker_pb2.WorkerReport:
-        """The worker's own figures, the latest ones."""
+        """The worker's latest figures."""
         return self._report
 
     @report.setter
@@ -114,7 +114,7 @@ class WorkerLink:
 
     @property
     def load(self) -> int:
-        """Tokens that this gateway process has placed on the worker and not yet taken back."""
+        """The number of tokens that this gateway process has placed on the worker and not yet taken back."""
         return self.placed.tokens.own
 
     @load.setter
@@ -123,7 +123,7 @@ class WorkerLink:
 
     @property
     def reachable(self) -> bool:
-        """False for a moment after a call has failed. This hint comes sooner than the supervisor's word."""
+        """False for a moment after a call has failed, which is sooner than the supervisor tells."""
         return time.monotonic() >= self._avoid_until
 
     @property
@@ -133,11 +133,11 @@ class WorkerLink:
 
     @property
     def unfinished(self) -> int:
-        """Requests of this gateway process that still need the worker."""
+        """The number of this gateway process's requests that still need the worker."""
         return self.decoding + len(self._prompts)
 
     def expect_prompt(self, request_id: str, num_tokens: int) -> None:
-        """The worker is to compute this prompt."""
+        """Counts a prompt that the worker is to compute."""
         self.forget_prompt(request_id)
         self._prompts[request_id] = num_tokens
         self.placed.prompts.add(num_tokens)
@@ -147,7 +147,7 @@ class WorkerLink:
         self.placed.prompts.add(-self._prompts.pop(request_id, 0))
 
     def pushed_to(self, decode: "WorkerLink", tokens: int, seconds: float) -> None:
-        """A push of so many tokens to that worker made a prompt take so much longer."""
+        """Records that pushing so many tokens to that worker made a prompt take so much longer."""
         self._pushes.saw((self._host, decode._host), tokens, seconds)
 
     def worker_load(self) -> WorkerLoad:
@@ -175,7 +175,7 @@ class WorkerLink:
         return load
 
     def avoid(self) -> None:
-        """The worker gets no new requests for a moment."""
+        """Gives the worker no new requests for a moment."""
         self._avoid_until = time.monotonic() + AVOID_SECONDS
         self.known_load = None
 
@@ -220,12 +220,13 @@ class WorkerLink:
     async def read_prompts(
         self, request: worker_pb2.ReadPromptsRequest, timeout: float
     ) -> worker_pb2.ReadPromptsResponse:
-        """Cancelling ends the call, and what the worker does for it."""
+        """Calls ReadPrompts. Cancelling ends the call, and the worker's computation for it."""
         with self._errors():
             return await self._stub.ReadPrompts(request, timeout=timeout)
 
     async def prompt_logprobs(self, request_id: str, timeout: float) -> PromptLogprobCall:
-        """Opens the call for those of a prompt that the worker is to compute. It comes before the request's others."""
+        """Opens the call for the log-probabilities of a prompt that the worker is to compute. It comes before the
+        request's other calls."""
         request = worker_pb2.PromptLogprobsRequest(request_id=request_id, epoch=self.epoch)
         with self._errors():
             call = PromptLogprobCall(self._stub.PromptLogprobs(request, timeout=timeout), self._errors)
@@ -233,7 +234,8 @@ class WorkerLink:
         return call
 
     async def abort(self, request_id: str, writer_quiet: bool = False) -> bool:
-        """True when the worker has said that it neither computes nor writes for the request any more."""
+        """Aborts a request. True when the worker has answered that it neither computes nor writes for the request any
+        more."""
         request = worker_pb2.AbortRequest(request_id=request_id, epoch=self.epoch, writer_quiet=writer_quiet)
         try:
             with worker_errors(self._name):
@@ -243,7 +245,7 @@ class WorkerLink:
         return True
 
     async def load_adapter(self, name: str, path: str, digest: bytes, timeout: float) -> worker_pb2.LoadedAdapter:
-        """The worker reads a folder and holds what is in it; see Worker.LoadAdapter. digest: empty for any."""
+        """Makes the worker load an adapter; see Worker.LoadAdapter. digest: empty for any."""
         request = worker_pb2.LoadAdapterRequest(epoch=self.epoch, name=name, path=path, digest=digest)
         with worker_errors(self._name):
             answer = await self._stub.LoadAdapter(request, timeout=timeout)
@@ -251,7 +253,7 @@ class WorkerLink:
         return answer
 
     async def remove_adapter(self, digest: bytes, timeout: float) -> None:
-        """No new request of the worker may use the adapter."""
+        """Makes the worker refuse new requests for the adapter."""
         self.adapters -= {digest}
         with worker_errors(self._name):
             await self._stub.RemoveAdapter(
@@ -259,11 +261,11 @@ class WorkerLink:
             )
 
     def lacks_adapter(self, digest: bytes) -> None:
-        """The worker has said that it does not hold it."""
+        """Notes that the worker has reported the adapter missing."""
         self.adapters -= {digest}
 
     async def status(self) -> inference_pb2.WorkerInfo:
-        """The worker's own account. `alive` is false when it does not answer in time."""
+        """Returns the worker's own account. `alive` is false when it does not answer in time."""
         try:
             with worker_errors(self._name):
                 info = await self._stub.GetStatus(worker_pb2.GetStatusRequest(), timeout=STATUS_SECONDS)
@@ -274,7 +276,7 @@ class WorkerLink:
         return info
 
     async def close(self) -> None:
-        """Calls under way fail."""
+        """Closes the connection. Calls under way fail."""
         await self._watch.close()
         await self.hints.close()
         await self.feed.close()
@@ -298,7 +300,7 @@ class WorkerLink:
             raise
 
     def _lost(self) -> PlacementLost:
-        """The error of requests whose tokens were lost with the feed."""
+        """Makes the error of requests whose tokens were lost with the feed."""
         self.avoid()
         return PlacementLost(f"the feed of {self._name} ended before the request did")
 

@@ -16,13 +16,13 @@ Take = Callable[[worker_pb2.WorkerReport], None]
 
 
 class WorkerWatch:
-    """The gRPC stream of Worker/Watch. One that ends is opened again, after longer and longer pauses where it fails.
+    """The gRPC stream of Worker/Watch. When it ends it is opened again, with growing pauses if that fails.
 
     Reports are hints, so nothing here fails. Used on the event loop of its stub.
     """
 
     def __init__(self, stub: worker_pb2_grpc.WorkerStub, epoch: int, take: Take, lose: Callable[[], None]) -> None:
-        """take: gets each report. lose: what was reported holds no more; called once after reports."""
+        """take: gets each report. lose: called once after reports, when they hold no longer."""
         self._stub = stub
         self._request = worker_pb2.WatchRequest(epoch=epoch)
         self._take = take
@@ -34,7 +34,7 @@ class WorkerWatch:
         self._task = asyncio.create_task(self._run())
 
     def end(self) -> None:
-        """Nothing more comes, and what was reported is void. Idempotent."""
+        """Ends the watch. Earlier reports are void. Idempotent."""
         if self._task is not None and not self._task.cancelling():
             self._task.cancel()
             self._void()
@@ -56,7 +56,7 @@ class WorkerWatch:
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     async def _read(self) -> None:
-        """One stream to its end."""
+        """Reads one stream to its end."""
         with suppress(WorkerCallError), worker_errors("the worker"):
             async for report in self._stub.Watch(self._request, timeout=STREAM_SECONDS):
                 self._reported = True

@@ -10,16 +10,18 @@ if TYPE_CHECKING:
 
 
 def prefer_idle_threads() -> None:
-    """Before torch is imported here: threads of a fork server's actors then sleep while they wait, not spin."""
+    """Makes threads of a fork server's actors sleep while they wait, not spin. Call it before torch is imported
+    here."""
     from tandem.cluster.processes.forks.fork_server import THREADS
 
     os.environ.update(THREADS)
 
 
 def fork_beside(config: ClusterConfig) -> "ForkServer":
-    """Imports what workers need, which this process needs, too, and forks the server. For a process without threads.
+    """Imports the modules of workers, which this process needs, too, and forks the server. Needs a process without
+    threads.
 
-    Neither Ray nor a gateway's modules are there yet: this process imports the one while the server imports the other.
+    Neither Ray nor a gateway's modules are imported yet: this process imports Ray while the server imports the others.
     """
     prefer_idle_threads()
     import tandem.cluster.supervision.worker_actor  # noqa: F401

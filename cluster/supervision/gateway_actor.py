@@ -33,7 +33,7 @@ class GatewayActor:
         self._collecting = Future[None]()
 
     def serve(self, num_pages: int | None = None) -> GatewayAddresses:
-        """num_pages: as for Gateway.start()."""
+        """Serves requests. num_pages: see Gateway.start()."""
         addresses = self._events.run(self._gateway.start(num_pages), timeout=30)
         self._gateway.prepare()
         self._collecting = self._events.start(IdleCollections(lambda: not self._gateway.running).run())

@@ -33,7 +33,7 @@ from tandem.cluster.supervision.stop_signal import Stopping, StopSignal
 from tandem.cluster.supervision.supervisor import RETRY_SECONDS, Supervisor
 
 TakeOrder = Callable[[Order], Future[Any]]
-"""Carries an order out, and does not block; its outcome."""
+"""A function that carries an order out without blocking, and returns its outcome."""
 
 SERVE_SECONDS = 120.0
 STOP_SECONDS = 30.0
@@ -54,7 +54,7 @@ class GatewayShape:
 
 @dataclass(eq=False)
 class _Gateway:
-    """One process, in whichever incarnation."""
+    """One gateway process, in any incarnation."""
 
     settings: GatewaySettings
     member: ActorProcess | None = None
@@ -71,10 +71,11 @@ class _Gateway:
 
 
 class GatewaySupervisor(Supervisor):
-    """A process that is lost is started again alone, while the others serve. With their host all are, once it is back.
+    """Restarts a lost process alone, while the others serve. All processes of a lost host are restarted once the host
+    is back.
 
     release is given the prefix of request ids that workers may still hold for a process that is gone; orders takes the
-    orders that a process was given.
+    orders that a process received.
     """
 
     def __init__(
@@ -91,8 +92,8 @@ class GatewaySupervisor(Supervisor):
         *,
         is_here: bool = True,
     ) -> None:
-        """settings: of one process by itself, with the ports that are asked for, its host's address and number. beside:
-        as SharedPorts'. is_here: on this process's host, which then owns what the others share."""
+        """settings: of a lone process, with the requested ports, and its host's address and number. beside: see
+        SharedPorts. is_here: whether the gateway is on this process's host, which then owns the share."""
         super().__init__("the gateway" if is_here else f"the gateway on {settings.node}", recovery, failed)
         self._processes = processes
         self._settings = settings
@@ -127,7 +128,8 @@ class GatewaySupervisor(Supervisor):
         return None if share is None else share.counts()
 
     def give_way(self, grace: float) -> None:
-        """Before stop(): another gateway serves on the same ports, so this one need not say that it is not ready."""
+        """Prepares stop(): another gateway serves on the same ports, so this one need not report that it is not
+        ready."""
         self.grace, self._drain_seconds = grace, 0.0
         self._join_seconds += grace
 
@@ -277,7 +279,7 @@ class GatewaySupervisor(Supervisor):
         gateway.serves = False
 
     def _clear_host(self, share: HostShare) -> None:
-        """The owner of what the processes share is lost, with its host most likely: none of them can go on."""
+        """Handles the loss of the share's owner, most likely with its host: no process of the host can go on."""
         gateways, self._gateways = self._gateways, []
         self._tell_hosts()
         for gateway in gateways:
@@ -298,7 +300,7 @@ class GatewaySupervisor(Supervisor):
         self._orders = {order: asked for order, asked in self._orders.items() if asked is not member}
 
     def _tell_hosts(self) -> None:
-        """Gateways of other hosts hear where the processes that serve listen for them."""
+        """Tells gateways of other hosts the addresses at which serving processes listen for them."""
         if self._settings.peers is None:
             return
         peers = tuple(gateway.peer for gateway in self._gateways if gateway.serves)

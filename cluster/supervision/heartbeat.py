@@ -1,4 +1,4 @@
-"""One process's signs of life and of progress."""
+"""The signs of life and of progress of one process."""
 
 import logging
 from concurrent.futures import Future
@@ -21,7 +21,7 @@ class Heartbeat:
     """Calls a process's ping() again and again, one call at a time.
 
     The answer is None, or the phase of the start and a number that changes with progress: in KERNELS, how many are
-    ready. Time in which this process was itself stopped does not count, nor that in which nothing can be started.
+    ready. Time in which this process was itself stopped does not count, nor time in which nothing can be started.
     """
 
     def __init__(self, process: ActorProcess) -> None:
@@ -35,13 +35,13 @@ class Heartbeat:
 
     @property
     def phase(self) -> str:
-        """The phase of the start by the last answer; empty when the process prepares nothing."""
+        """The phase of the start by the last answer; empty when the process starts nothing."""
         if not self._there.done():
             return IMPORTS
         return self.got_to[0] if self.got_to else ""
 
     def tick(self, seconds: float) -> None:
-        """seconds have passed since the last tick."""
+        """Counts `seconds`, the time since the last tick."""
         seconds = min(seconds, 2 * POLL_SECONDS)
         if not self._there.done():
             self.stalled_seconds += 0.0 if self.process.is_held_up else seconds

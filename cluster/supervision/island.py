@@ -114,8 +114,8 @@ class Island:
         return any(member.name == lost.name for member in self._members) and lost.name not in self._replacements
 
     def replace(self, lost: ProcessEnded) -> None:
-        """Between launch() and form(), if it may be: starts another process for the member that has ended. load() comes
-        next. StartFailed: the island cannot be formed."""
+        """Replaces a member that has ended, between launch() and form(), if may_replace() allows it. load() comes next.
+        StartFailed: the island cannot be formed."""
         assert self._group is not None, "launch() comes first"
         pe = next(pe for pe, member in enumerate(self._members) if member.name == lost.name)
         member, spec = self._members[pe], self._spec(self._workers[pe])
@@ -133,7 +133,7 @@ class Island:
             self._results([started.call("progress")])
 
     def form(self, num_pages: int | None = None) -> tuple[WorkerAddress, ...]:
-        """Every PE opens its memory, then every PE maps all the others'. Handles travel by way of this process.
+        """Makes every PE open its memory, then map the memory of all others. Handles travel through this process.
 
         num_pages: of an earlier epoch. The gateway admits requests by it, so fewer pages are StartFailed.
         """
@@ -243,7 +243,7 @@ class Island:
 
     @property
     def _leaders(self) -> list[WorkerConfig]:
-        """Each worker by its first rank."""
+        """Returns each worker by its first rank."""
         return [worker for worker in self._workers if worker.rank == 0]
 
     @property
@@ -256,7 +256,7 @@ class Island:
         return self._workers[0].threads or 1
 
     def _in_places(self, workers: list[WorkerConfig]) -> list[WorkerConfig]:
-        """The workers of a new island, in the places that it has."""
+        """Returns the workers of a new island, in its places."""
         return workers
 
     def _spec(self, worker: WorkerConfig) -> ActorSpec:
@@ -265,7 +265,7 @@ class Island:
         return ActorSpec(name, WorkerActor, worker, worker_modules(worker.device), place)
 
     def _agree(self, members: Sequence[ActorProcess], num_pages: int | None) -> int:
-        """Pages in every pool, by these members' room. StartFailed for fewer than num_pages."""
+        """Returns the pages of every pool, by these members' room. StartFailed for fewer than num_pages."""
         utilization = utilization_to_fill(self._config)
         rooms = [] if utilization is None else self._ask(members, "pages_that_fit", utilization)
         fitting_all = agreed_pages(self._config, rooms, self._max_model_len)
@@ -284,12 +284,12 @@ class Island:
         return self._addresses
 
     def _open(self, members: Sequence[ActorProcess]) -> list[Any]:
-        """Their handles."""
+        """Opens the members' memory, and returns their handles."""
         calls = [member.call("open", self.num_pages, self._network.pages(member.host)) for member in members]
         return self._results(calls)
 
     def _listen(self, members: Sequence[ActorProcess]) -> list[Any]:
-        """Their addresses."""
+        """Makes the members listen, and returns their addresses."""
         return self._results([member.call("serve", *self._network.listening(member.host)) for member in members])
 
     def _known(self, worker: WorkerConfig, address: str) -> WorkerAddress:
@@ -314,7 +314,7 @@ class Island:
         return self._results([member.call(method, *arguments) for member in members])
 
     def _results(self, calls: Sequence[Future[Any]]) -> list[Any]:
-        """All results. A TandemError is raised as it is, another error as StartFailed."""
+        """Returns all results. Raises a TandemError as it is, another error as StartFailed."""
         try:
             return self._liveness.results(calls, START_SECONDS)
         except (TandemError, Stopping):

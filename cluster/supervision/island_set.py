@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class IslandSet:
-    """Owned by the cluster. One change of the number at a time; another one is refused meanwhile."""
+    """The islands. Owned by the cluster. Their number changes once at a time; a second change is refused meanwhile."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class IslandSet:
         membership: Membership,
         failed: Callable[[TandemError], None],
     ) -> None:
-        """failed: of an island that was lost too often."""
+        """failed: called for an island that was lost too often."""
         self._config = config
         self._island_of = island_of
         self._membership = membership
@@ -69,7 +69,7 @@ class IslandSet:
         return [state for supervisor in self.all for state in supervisor.island.progress()]
 
     def start(self, count: int | None = None) -> None:
-        """Begins to start `count`, by default as many as the configuration has. They have `ready`."""
+        """Begins to start `count` islands, by default the configured number. Each has `ready`."""
         for number in range(self._config.num_islands if count is None else count):
             self._add(number, None)
 
@@ -140,7 +140,7 @@ class IslandSet:
         return outcome
 
     def _grow(self, wanted: int) -> ScaleOutcome | None:
-        """None unless there are fewer. All of the new islands serve, or none."""
+        """Starts islands; None if there are enough. All of the new islands serve, or none."""
         missing = wanted - len(self._supervisors)
         if missing <= 0:
             return None
@@ -166,7 +166,7 @@ class IslandSet:
                 raise StartFailed("the cluster stops")
 
     def _shrink(self, wanted: int) -> ScaleOutcome:
-        """The newest islands go. What they have not finished in time is placed on others."""
+        """Ends the newest islands. Their unfinished requests are placed on others."""
         gone = list(self._supervisors)[wanted:]
         kept = len(self._supervisors) - len(gone)
         retiring = [threading.Thread(target=self._remove, args=(number,), name="retire") for number in gone]

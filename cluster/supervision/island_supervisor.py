@@ -1,7 +1,7 @@
 """The supervisor of one island.
 
-Workers of an elastic island come and go alone, by losses and orders. Elsewhere a lost worker ends its whole island, and
-the next epoch takes its place.
+Workers of an elastic island come and go alone, by losses and orders. In other islands a lost worker ends the whole
+island, and the next epoch takes its place.
 """
 
 import logging
@@ -38,7 +38,7 @@ class IslandSupervisor(Supervisor):
         failed: Callable[[TandemError], None],
         num_pages: int | None = None,
     ) -> None:
-        """num_pages: of each worker; None takes what fits in the first epoch."""
+        """num_pages: of each worker; None: as many as fit in the first epoch."""
         super().__init__(f"island {name}", recovery, failed)
         self.island_name = name
         self._island_of = island_of
@@ -67,7 +67,7 @@ class IslandSupervisor(Supervisor):
         return self._orders.add(order)
 
     def retire(self) -> None:
-        """Ends the island for good, and returns then. What it finishes within recovery.drain_seconds, it does."""
+        """Ends the island for good, and returns then. Requests have recovery.drain_seconds to finish."""
         if self.ready.done() and self.ready.exception() is None:
             self._stop_admission()
         self.stop()
@@ -83,8 +83,8 @@ class IslandSupervisor(Supervisor):
         log.info("island %s serves in epoch %d; seconds: %s", self.island_name, epoch, seconds)
 
     def _bring_up(self) -> None:
-        """launch() and load(). Of a later start a lost member is replaced alone, once, if the budget of
-        restarts has something left; the first start fails with it."""
+        """Calls launch() and load(). In later starts a lost member is replaced alone, once, within the budget of
+        restarts. The first start fails with the member."""
         bring_up = partial(self.island.launch, self._stop)
         while True:
             try:
@@ -131,7 +131,7 @@ class IslandSupervisor(Supervisor):
         return WorkerChanges(island, self._account, self._recovery, self._budget, self._stop)
 
     def _reshape(self, shape: Shape) -> tuple[ScaleOutcome, list[Future[Any]]]:
-        """The outcome, and the calls that update the gateway."""
+        """Returns the outcome, and the calls that update the gateway."""
         before = self.island
         if shape == before.shape:
             kept = len(shape.roles)
@@ -166,7 +166,7 @@ class IslandSupervisor(Supervisor):
         return ScaleOutcome(self.island_name, epoch, shape, kept, started, ended, time.monotonic() - away), updates
 
     def _clear(self, lost: TandemError) -> None:
-        """Admission stops, what survives finishes what it can, then all processes end: the epoch is over."""
+        """Ends the epoch: admission stops, the survivors finish what they can, then all processes end."""
         before = self.island
         if isinstance(lost, ProcessEnded):
             before.end_other_ranks(lost)

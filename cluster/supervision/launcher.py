@@ -84,10 +84,11 @@ class Cluster:
         self.clock = clock or StartClock()  # of several islands, the slowest one's phases
 
     def start(self, progress: Progress | None = None, build: Callable[[], Future[None]] | None = None) -> str:
-        """HOST:PORT of the gateway's gRPC server. progress is called a few times a second until all islands serve.
+        """Starts the cluster, and returns HOST:PORT of the gateway's gRPC server. progress is called a few times a
+        second until all islands serve.
 
-        build: called once the checkpoint is known to be right. It begins to compile kernels, for which workers wait
-        before their first forward. The future is cancelled by stop().
+        build: called once the checkpoint has passed its checks. It begins to compile kernels, for which workers wait
+        before their first forward. stop() cancels the future.
         """
         with self.clock.phase("checkpoint"):
             max_model_len = check_model(self._config)
@@ -125,12 +126,12 @@ class Cluster:
         return self.grpc_address
 
     def wait(self) -> None:
-        """Returns when a new cluster replaces this one. Raises WorkerLost when a part was lost too often, RayLost with
-        its Ray."""
+        """Returns when a new cluster replaces this one. Raises WorkerLost when a part was lost too often, and RayLost
+        with the loss of its Ray."""
         self._failure.result()
 
     def stop(self, grace: float = 1.0) -> None:
-        """Ends the gateway, whose calls under way have `grace` seconds, then the islands, then what placed them."""
+        """Ends the gateway, whose running calls have `grace` seconds, then the islands, then what placed them."""
         if self._autoscaler is not None:
             self._autoscaler.stop()
         if self._gateways is not None:
@@ -181,20 +182,21 @@ class Cluster:
             self._autoscaler = None
 
     def scale_islands(self, number: int) -> None:
-        """Returns when so many serve. Raises a TandemError if they keep serving as before."""
+        """Changes the number of islands, and returns when so many serve. Raises a TandemError if they keep serving as
+        before."""
         if self._islands is None:
             raise StartFailed("the cluster stops")
         if number != self._islands.count:
             self._islands.scale(ScaleOrder(0, "", None, None, number)).result()
 
     def give_way(self) -> None:
-        """wait() returns, and stop() then gives the calls under way recovery.drain_seconds. From any thread."""
+        """Makes wait() return. stop() then gives running calls recovery.drain_seconds. From any thread."""
         self._gives_way = True
         if not self._failure.done():
             self._failure.set_result(None)
 
     def _replace(self, old: Predecessor, islands: IslandSet) -> None:
-        """Takes over islands one by one where there is room for no more beside the old ones."""
+        """Takes over islands one by one if there is no room for more next to the old ones."""
         wanted = self._config.num_islands
         while islands.count < wanted and (old.islands > 1 or self._free(wanted - islands.count)):
             self.scale_islands(islands.count + self._room_beside(old, wanted - islands.count))
@@ -261,7 +263,8 @@ class Cluster:
         return island
 
     def _start_gateways(self, islands: IslandSet, max_model_len: int, network: Network) -> GatewaySet:
-        """Begins to start them. They have their ports and imports, and serve once the workers agree on their pages."""
+        """Begins to start the gateways. They have their ports and imports, and serve once the workers agree on their
+        pages."""
         settings = gateway_settings(self._config, ServedModel.of_config(self._config, max_model_len))
         self._gateways = GatewaySet(
             self._processes,
@@ -300,7 +303,8 @@ class Cluster:
     def _wait_until_ready(
         self, parts: Sequence[Supervisor], look: Callable[[], object], beside: Sequence[Supervisor] = ()
     ) -> None:
-        """look: called while they are not ready. beside: parts whose failure ends the wait, too."""
+        """Waits for the parts. look: called while they are not ready. beside: parts whose failure ends the wait,
+        too."""
         pending = {part.ready for part in parts}
         while pending:
             look()

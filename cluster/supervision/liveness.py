@@ -53,8 +53,8 @@ class Liveness:
         return [call.result() for call in calls]
 
     def outlast(self, calls: Iterable[Future[Any]], seconds: float) -> None:
-        """Returns once all calls have ended, in whatever way, or after so many seconds. The next wait raises what was
-        lost meanwhile."""
+        """Returns once all calls have ended, in whatever way, or after so many seconds. The next wait raises a loss of
+        the meantime."""
         pending, lost, deadline = set(calls), list[ActorProcess](), time.monotonic() + seconds
         while pending and time.monotonic() < deadline:
             try:
@@ -68,7 +68,8 @@ class Liveness:
         self.add(lost)
 
     def wait(self, calls: Iterable[Future[Any]]) -> set[Future[Any]]:
-        """The ended ones of `calls`, as soon as there is one, or none after POLL_SECONDS. Raises as results()."""
+        """Returns the ended ones of `calls`, as soon as there is one, or none after POLL_SECONDS. Raises the errors of
+        results()."""
         done = self._stop.wait_any([*self._ends, *calls], POLL_SECONDS)
         for end in done & self._ends.keys():
             error = end.exception()
@@ -88,6 +89,6 @@ class Liveness:
         return [heartbeat.got_to for heartbeat in self._heartbeats]
 
     def _phases(self) -> str:
-        """The members that still prepare, with their phases."""
+        """Lists the members that still start, with their phases."""
         preparing = [heartbeat for heartbeat in self._heartbeats if heartbeat.phase]
         return "".join(f"; {heartbeat.process.name} is in phase {heartbeat.phase!r}" for heartbeat in preparing)

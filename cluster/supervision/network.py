@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 
 
 def wait_for_hosts(config: ClusterConfig, processes: Processes) -> None:
-    """Returns once ray.min_hosts may have an island. StartFailed when they have not joined in ray.join_seconds, and at
-    once where none can join."""
+    """Returns once ray.min_hosts hosts may have an island. StartFailed when they have not joined in ray.join_seconds,
+    and at once if none can join."""
     wanted, seconds = config.ray.min_hosts, config.ray.join_seconds
     where = Where(False, config.island.node_resources, config.island.node_labels)
     deadline, said = time.monotonic() + seconds, -1
@@ -41,7 +41,7 @@ class Network:
     arguments."""
 
     def __init__(self, config: ClusterConfig, processes: Processes | None = None) -> None:
-        """processes: after their start; None is this host."""
+        """processes: after their start; None: only this host."""
         island, hosts = config.island, 1 if processes is None else len(processes.hosts)
         self.spans_hosts = hosts > 1 if island.network == "auto" else island.network == "node"
         self.where = Where(not self.spans_hosts, island.node_resources, island.node_labels, island.span_hosts)

@@ -46,11 +46,12 @@ class Line:
         self._read = b""
 
     def send(self, message: dict[str, Any]) -> None:
-        """OSError where the other side is gone."""
+        """Sends a message. OSError if the other side is gone."""
         self._connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self, seconds: float | None) -> dict[str, Any] | None:
-        """The next one; None behind the last. TimeoutError after `seconds`; ValueError for what is no message."""
+        """Returns the next message; None after the last. TimeoutError after `seconds`; ValueError for anything that is
+        no message."""
         self._connection.settimeout(seconds)
         while b"\n" not in self._read:
             if len(self._read) > LINE_BYTES:
@@ -75,9 +76,9 @@ class Line:
 
 
 class Offer:
-    """A thread that waits for a new cluster, from the constructor to close(). One at a time is served.
+    """A thread that waits for new clusters, from the constructor to close(). It serves one at a time.
 
-    Where another process has the socket's name, a warning is logged, and the cluster cannot be replaced.
+    If another process has the socket's name, a warning is logged, and the cluster cannot be replaced.
     """
 
     def __init__(self, name: str, cluster: Replaced) -> None:
@@ -95,7 +96,7 @@ class Offer:
         threading.Thread(target=self._run, name="offer", daemon=True).start()
 
     def close(self) -> None:
-        """Idempotent. A new cluster that was told of the end learns by this that it has come."""
+        """Closes the offer. Idempotent. A new cluster that was told of the end learns by this that the end has come."""
         self._closed = True
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # which accept() notices
@@ -152,5 +153,5 @@ class Offer:
 
 
 def socket_name(name: str) -> str:
-    """The address of the offer of this user's cluster: an abstract one, which ends with its process."""
+    """Returns the address of the offer of this user's cluster: an abstract one, which ends with its process."""
     return f"\0tandem/offer/{os.getuid()}/{hashlib.sha256(name.encode()).hexdigest()[:32]}"

@@ -14,10 +14,10 @@ END_SECONDS = 300.0  # beyond the seconds that its calls have
 
 
 class Predecessor:
-    """Held from the constructor to close(). Without end() before it, the old cluster keeps serving as before.
+    """The running cluster, held from the constructor to close(). Without a call of end() it keeps serving.
 
-    A cluster that ends by itself has no islands any more, and end() returns at once.
-    Raises ClusterNotRunning where no cluster of that name offers to give way, StartFailed where it cannot.
+    A cluster that ends by itself has no islands any more, and end() returns at once. Raises ClusterNotRunning if no
+    cluster of that name offers to give way, StartFailed if it cannot.
     """
 
     def __init__(self, name: str) -> None:
@@ -62,7 +62,7 @@ class Predecessor:
         return frozenset(port for port in self._hello["ports"].values() if port)
 
     def with_ports(self, config: ClusterConfig) -> ClusterConfig:
-        """The configuration with the old cluster's port where it asks for any free one."""
+        """Returns the configuration with the old cluster's port in place of each free one."""
         ports = self._hello["ports"]
         gateway, metrics = config.gateway, config.metrics
         chosen = {
@@ -78,7 +78,7 @@ class Predecessor:
         )
 
     def check_ray(self, address: str, device: str) -> None:
-        """StartFailed for GPUs of two Rays: neither knows which of them the other fills."""
+        """Raises StartFailed for GPUs of two Rays: neither knows which GPUs the other fills."""
         if device == self._hello["device"] == "cuda" and address != self._hello["ray"]:
             raise StartFailed(
                 f"island.device is cuda, and the running cluster's Ray is another one, at {self._hello['ray']}: one "
@@ -86,7 +86,7 @@ class Predecessor:
             )
 
     def give_up(self) -> None:
-        """Makes it end one island, drained. StartFailed where it has a last one, or refuses."""
+        """Makes it end one island, drained. StartFailed if it has only one left, or refuses."""
         if self.islands == 1:
             raise StartFailed(
                 "there is no room for another island, and the running cluster cannot give up its only one"
@@ -97,7 +97,7 @@ class Predecessor:
         self.islands = 0 if answer is None else self.islands - 1
 
     def end(self) -> None:
-        """Returns once it has ended: its gateway takes no more calls, and those under way have its drain seconds."""
+        """Ends it, and returns then: its gateway takes no more calls, and running ones have its drain seconds."""
         answer = self._ask({"end": True}, HELLO_SECONDS)
         if answer is not None:
             try:
@@ -117,7 +117,7 @@ class Predecessor:
         self.close()
 
     def _ask(self, order: dict[str, Any], seconds: float) -> dict[str, Any] | None:
-        """None where it has ended."""
+        """Asks it. None if it has ended."""
         try:
             self._line.send(order)
             return self._line.receive(seconds)

@@ -18,13 +18,13 @@ HTTP_MODULES = (*GATEWAY_MODULES, "tandem.cluster.frontends.http.server")
 
 
 def worker_modules(device: str) -> tuple[str, ...]:
-    """Beside a worker's own."""
+    """Returns the modules that a worker loads besides its own."""
     return GPU_MODULES if device == "cuda" else WORKER_MODULES
 
 
 def gateway_modules(has_http: bool) -> tuple[str, ...]:
-    """Beside a gateway's own, with those of the processes that read long requests for it. has_http: whether it has an
-    HTTP server, be it one of metrics."""
+    """Returns the modules that a gateway loads besides its own, with those of its processes that read long requests.
+    has_http: whether it has an HTTP server, even one for metrics only."""
     return HTTP_MODULES if has_http else GATEWAY_MODULES
 
 

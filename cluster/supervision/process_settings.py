@@ -37,11 +37,11 @@ MOST_GATEWAYS = 4
 GPU_TOKEN_SECONDS = 0.015
 CPU_TOKEN_SECONDS = 0.25  # beyond it the router decodes elsewhere; workers have no bound there
 CACHE_KEYS = tuple(field.name for field in fields(WorkerConfig) if field.name in CacheSection.model_fields)
-"""Keys of the section `cache` that workers get, under the same names."""
+"""Keys of section `cache` that workers get under the same names."""
 
 
 def island_name(config: ClusterConfig, number: int) -> str:
-    """The cluster's own name for the first island where it starts with one, else numbered."""
+    """Returns the cluster's own name for the first island if the cluster starts with one, else a numbered name."""
     return config.name if (config.num_islands, number) == (1, 0) else f"{config.name}-{number}"
 
 
@@ -58,10 +58,10 @@ def is_elastic(config: ClusterConfig) -> bool:
 def worker_configs(
     config: ClusterConfig, max_model_len: int, island: str | None = None, epoch: int = FIRST_EPOCH, hosts: int = 1
 ) -> list[WorkerConfig]:
-    """One for each rank of each worker of the island (by default the first), prefill workers first. hosts: on which
-    islands may be.
+    """Returns a config for each rank of each worker of the island (by default the first), prefill workers first. hosts:
+    the hosts on which islands may be.
 
-    They get a token of their own, which is written nowhere.
+    The configs share a token of their own, which is written nowhere.
     """
     token = secrets.token_urlsafe(TOKEN_BYTES)
     roles = [Role.PREFILL] * config.island.num_prefill + [Role.DECODE] * config.island.num_decode
@@ -140,20 +140,21 @@ def token_seconds(config: ClusterConfig) -> float | None:
 
 
 def workers_on_host(config: ClusterConfig, hosts: int) -> int:
-    """The most there are where islands are spread evenly over so many hosts. With more threads than a host has cores,
-    its workers wait for each other."""
+    """Returns the most workers of a host if islands are spread evenly over so many hosts. With more threads than a host
+    has cores, its workers wait for each other."""
     return math.ceil(config.num_islands / hosts) * config.island.ranks.processes
 
 
 def utilization_to_fill(config: ClusterConfig) -> float | None:
-    """The part of each GPU's memory that decides how many pages there are; None where the configuration does."""
+    """Returns the fraction of each GPU's memory that decides the number of pages; None if the configuration sets the
+    number."""
     if config.island.device == "cpu" or config.cache.num_pages is not None:
         return None
     return config.cache.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
 
 
 def agreed_pages(config: ClusterConfig, rooms: Sequence[int], max_model_len: int) -> int:
-    """Pages in every pool. rooms: of each worker, empty where utilization_to_fill() is None.
+    """Returns the pages of every pool. rooms: of each worker, empty if utilization_to_fill() is None.
 
     Raises ConfigError when so few fit that the longest request could never run.
     """
@@ -192,8 +193,8 @@ def start_adapters(section: AdaptersSection) -> AdapterSet:
 
 
 def check_memory(worker: WorkerConfig, layout: KVLayout, num_pages: int) -> None:
-    """ConfigError if one worker's pages, those of windows and states included, and its host_bytes exceed this machine's
-    memory."""
+    """Raises ConfigError if one worker's pages, those of windows and states included, and its host_bytes exceed this
+    machine's memory."""
     counts, there = enumerate(pool_pages(worker, layout, num_pages)), machine_memory()
     if worker.host_bytes:
         least = host_bytes_needed(worker, layout, num_pages)
@@ -212,7 +213,7 @@ def check_memory(worker: WorkerConfig, layout: KVLayout, num_pages: int) -> None
 
 
 def check_snapshots(worker: WorkerConfig, layout: KVLayout) -> None:
-    """ConfigError if host memory is asked for prefixes of a model with states, of which no snapshots are kept."""
+    """Raises ConfigError if host memory is asked for the prefixes of a model with states that keeps no snapshots."""
     if not worker.host_bytes or not layout.recurs or (worker.state_interval and worker.state_share):
         return
     key, value = ("state_share", "0") if worker.state_interval else ("state_interval", "null")
@@ -223,8 +224,8 @@ def check_snapshots(worker: WorkerConfig, layout: KVLayout) -> None:
 
 
 def check_disk_bytes(config: ClusterConfig) -> None:
-    """ConfigError if the disk of cache.disk_path has less than cache.disk_bytes for each of all workers. They are all
-    on this machine. What earlier ones have left there counts as room."""
+    """Raises ConfigError if the disk of cache.disk_path has less than cache.disk_bytes for each of all workers. All
+    workers are on this machine. Files that earlier workers have left there count as room."""
     cache, workers = config.cache, config.num_islands * len(config.island.ranks)
     if cache.disk_path is None or cache.disk_bytes is None:
         return
@@ -246,8 +247,9 @@ def check_disk_bytes(config: ClusterConfig) -> None:
 
 
 def check_host_bytes(config: ClusterConfig) -> None:
-    """ConfigError if the host memory of all workers together exceeds this machine's: cache.host_bytes,
-    cache.parked_bytes and, on GPUs, which pin all of it at the start, adapters.host_bytes. They are all on it."""
+    """Raises ConfigError if the host memory of all workers, which are on this machine, exceeds its memory:
+    cache.host_bytes, cache.parked_bytes and, on GPUs, which pin all of it at the start, adapters.host_bytes. They are
+    all on it."""
     cache, workers, there = config.cache, config.num_islands * len(config.island.ranks), machine_memory()
     on_gpus = config.island.device == "cuda"
     decode = workers if is_adaptive(config) else config.num_islands * config.island.num_decode

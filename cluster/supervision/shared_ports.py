@@ -9,10 +9,11 @@ from tandem.cluster.errors import StartFailed
 
 
 class SharedPorts:
-    """Sockets that are bound and never listen: connections go to the gateway's processes, which bind beside them.
+    """Sockets that are bound and never listen: connections go to the gateway's processes, which bind the same ports.
 
     SO_REUSEPORT would let any process of this user share a port that another program listens on. So a port is first
-    bound without it. A name in the sockets' abstract namespace keeps out a second cluster that starts at the same time.
+    bound without that option. A name in the sockets' abstract namespace keeps out a second cluster that starts at the
+    same time.
     """
 
     def __init__(
@@ -62,9 +63,9 @@ class SharedPorts:
 
 
 def check_ports(section: GatewaySection, metrics: MetricsSection, beside: Set[int] = frozenset()) -> None:
-    """StartFailed when another program has one of the ports.
+    """Raises StartFailed when another program has one of the ports.
 
-    beside: as SharedPorts'. Where gateway.nodes leaves this host out, perhaps, its ports do not count.
+    beside: see SharedPorts. If gateway.nodes may leave this host out, its ports do not count.
     """
     is_here = not (section.node_resources or section.node_labels)
     if is_here and section.port not in beside:

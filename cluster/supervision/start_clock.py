@@ -1,4 +1,4 @@
-"""The seconds of each phase between `tandem up` and ready, and who hears of them."""
+"""Measures the seconds of each phase between `tandem up` and ready, and tells its listeners."""
 
 import os
 import time
@@ -28,13 +28,13 @@ class StartClock:
 
 
 def phase_lines(seconds: Mapping[str, float]) -> list[str]:
-    """A line a phase, and one for their sum."""
+    """Returns a line for each phase, and one for their sum."""
     rows = [*seconds.items(), ("in all", sum(seconds.values()))]
     return [f"{name:20}{value:8.2f} s" for name, value in rows]
 
 
 def process_age() -> float:
-    """Seconds since this process began, to a hundredth, as Linux counts them."""
+    """Returns the seconds since this process began, to a hundredth, as Linux counts them."""
     fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
     started = int(fields[19]) / os.sysconf("SC_CLK_TCK")  # starttime, the 22nd field; two stand before the bracket
     return round(time.clock_gettime(time.CLOCK_BOOTTIME) - started, 3)

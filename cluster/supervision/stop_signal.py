@@ -21,14 +21,14 @@ class StopSignal:
             self._set.set_result(None)
 
     def wait_any(self, calls: Sequence[Future[Any]], seconds: float) -> set[Future[Any]]:
-        """The ended ones of `calls`, as soon as there is one or `seconds` have passed."""
+        """Returns the ended ones of `calls`, as soon as there is one or `seconds` have passed."""
         done, _ = wait([*calls, self._set], timeout=seconds, return_when=FIRST_COMPLETED)
         if self._set.done():
             raise Stopping
         return done
 
     def results(self, calls: Sequence[Future[Any]], seconds: float) -> list[Any]:
-        """All results, or at once the exception of a call that fails. TimeoutError after `seconds`."""
+        """Returns all results, or raises at once the exception of a call that fails. TimeoutError after `seconds`."""
         deadline = time.monotonic() + seconds
         pending = set(calls)
         while pending:

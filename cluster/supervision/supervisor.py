@@ -43,7 +43,7 @@ class Supervisor(ABC):
     """A thread that owns one part's processes: it starts them, watches them, and starts them again after a loss.
 
     ready ends when the part first serves, or with the error of its start. When the budget of restarts is used up,
-    `failed` gets WorkerLost, once, from this thread. A part for which no host has room waits for one.
+    `failed` gets WorkerLost, once, from this thread. A part without room on any host waits for room.
     """
 
     def __init__(self, name: str, recovery: RecoverySection, failed: Callable[[TandemError], None]) -> None:
@@ -84,7 +84,8 @@ class Supervisor(ABC):
 
     @abstractmethod
     def _clear(self, lost: TandemError) -> None:
-        """After a loss: sees to what the lost processes leave, and ends those that cannot go on without them."""
+        """Cleans up after a loss: handles what the lost processes leave, and ends processes that cannot go on without
+        them."""
 
     @abstractmethod
     def _end(self) -> None:

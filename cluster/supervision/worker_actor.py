@@ -42,7 +42,8 @@ class WorkerActor:
             self._worker.load()
 
     def progress(self) -> tuple[str, int, int]:
-        """Phase of the start, bytes of weights read, bytes of all weights; among kernels those ready, and 0."""
+        """Returns the phase of the start, bytes of weights read, and bytes of all weights; while kernels compile, the
+        number of ready kernels, and 0."""
         if self._phase == KERNELS:
             return self._phase, self._worker.warm_parts, 0
         return self._phase, self._worker.loaded_bytes, self._worker.total_bytes
@@ -69,13 +70,13 @@ class WorkerActor:
             self._worker.leave()
 
     def rejoin(self, name: str, config: WorkerConfig) -> None:
-        """name: of this actor from now on."""
+        """Joins another island. name: of this actor from now on."""
         set_title(name)
         with self._preparing(MEETING):
             self._worker.rejoin(config)
 
     def cut(self, pe: int) -> None:
-        """See PeerChanges, as the next four."""
+        """Cuts off a peer. See PeerChanges, also for the next four methods."""
         self._worker.peers.cut(pe)
 
     def part(self, pe: int) -> None:
@@ -112,7 +113,7 @@ class WorkerActor:
         self._worker.release(prefix, writer_quiet)
 
     def abandon(self) -> None:
-        """The launcher or its Ray is lost, and this process ends next."""
+        """Called when the launcher or its Ray is lost. This process ends next."""
 
     def wait(self) -> None:
         """Returns after stop(). This call's future ends with the process.

@@ -48,7 +48,7 @@ class IslandRoom:
         return self.processes.free_places(most, self.config.island.ranks, gpus=self._gpus, where=self.where)
 
     def ask(self, islands: int) -> None:
-        """Asks for hosts with room for so many in all. Islands that must be on this host get none by it."""
+        """Asks for hosts with room for so many islands in all. Islands that must be on this host get none by it."""
         if not self.where.here:
             self.processes.ask_for_places(islands, self.config.island.ranks, gpus=self._gpus, where=self.where)
 
@@ -58,15 +58,15 @@ class IslandRoom:
 
 
 class Autoscaler:
-    """A thread that looks every TICK_SECONDS. start() → stop(), which is idempotent.
+    """A thread that looks at the load every TICK_SECONDS. start() → stop(), which is idempotent.
 
-    While the number of islands changes, by whatever order, and for scaling.cooldown_seconds behind it, the policy asks
+    While the number of islands changes, by whatever order, and for scaling.cooldown_seconds after it, the policy asks
     for nothing. So `tandem scale --islands` holds until the policy has again seen for long enough that another number
-    is right. Where hosts lack room for all that is wanted, as many islands start as have room. More hosts are asked for
-    once, and the next looks find them; meanwhile any other decision may be taken.
+    is right. If hosts lack room for all wanted islands, as many start as have room. More hosts are asked for once, and
+    later looks find them. Meanwhile the policy may decide anything else.
 
     Workers that an island lacks come before more islands, and islands end before workers do. While an island has been
-    refused workers, islands are the other way.
+    refused workers, more islands come first.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Autoscaler:
         clock: Callable[[], float] = time.monotonic,
         roles: RoleScaler | None = None,
     ) -> None:
-        """tell: is given the state whenever it is another one. clock: as ScalingPolicy's. roles: None keeps shapes."""
+        """tell: gets the state whenever it changes. clock: see ScalingPolicy. roles: None keeps shapes."""
         self._section = config.scaling
         self._islands = islands
         self._meter = meter
@@ -102,7 +102,7 @@ class Autoscaler:
         self._thread.start()
 
     def stop(self) -> None:
-        """No more orders. One that was given goes on."""
+        """Gives no more orders. An order that was given goes on."""
         self._stopped.set()
         if self._thread.ident is not None:
             self._thread.join(JOIN_SECONDS)
@@ -144,7 +144,7 @@ class Autoscaler:
                 log.exception("the scaling policy could not look")
 
     def _see_change(self) -> None:
-        """Forgets an order of its own that has ended."""
+        """Forgets its own order once it has ended."""
         if self._change is None or not self._change.done():
             return
         error, self._change = self._change.exception(), None
@@ -198,7 +198,7 @@ class Autoscaler:
             self._order(count, count + free, decision, wanted)
 
     def _withdraw(self, count: int) -> None:
-        """Hosts that were asked for are not wanted any more, for as long as makes sure of it."""
+        """Withdraws the request for hosts, once it has been unnecessary for long enough."""
         if self._asked > count and self._clock() - self._wanted_at >= self._section.down_after_seconds:
             self._asked = count
             self._ask(count)

@@ -30,13 +30,13 @@ class _Sums:
 
 
 class LoadMeter:
-    """A window over the table's lasting counts. No count goes down, so what came in between is a difference.
+    """A window over the table's lasting counts. No count goes down, so differences give the load of the window.
 
     Not for several threads. The table's memory is read as the gateway's processes write it.
     """
 
     def __init__(self, table: GatewayTable, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """seconds: the window's."""
+        """seconds: length of the window."""
         self._table = table
         self._seconds = seconds
         self._clock = clock

@@ -27,7 +27,7 @@ class RoleMeter:
     """Means over a window of looks. Not for several threads."""
 
     def __init__(self, table: GatewayTable, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """seconds: the window's."""
+        """seconds: length of the window."""
         self._table = table
         self._seconds = seconds
         self._clock = clock
@@ -38,7 +38,7 @@ class RoleMeter:
         self._seen.clear()
 
     def read(self, load: Load, islands: Sequence[IslandState], positions: int) -> RoleLoad:
-        """Looks once more. load: of the same window. positions: that a decode worker keeps."""
+        """Looks once more. load: of the same window. positions: those that a decode worker holds."""
         now = self._clock()
         self._seen.append((now, self._look(islands)))
         while len(self._seen) > 2 and self._seen[1][0] <= now - self._seconds:

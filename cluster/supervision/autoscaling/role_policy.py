@@ -33,7 +33,7 @@ class RoleLoad:
 
 @dataclass(frozen=True)
 class RoleChange:
-    """Another shape for an island. why: in words. grows: it is for a missed target."""
+    """Another shape for an island. why: in words. grows: whether it serves a missed target."""
 
     island: str
     shape: Shape
@@ -81,15 +81,15 @@ def pressures(load: RoleLoad, targets: Mapping[str, float], shapes: Sequence[Sha
 
 
 class RolePolicy:
-    """Each role by its own targets, as Sizing has it, over all islands. One island changes at a time.
+    """Sizes each role by its own targets, with Sizing, over all islands. One island changes at a time.
 
-    A role that lacks workers gets new ones where scaling.max_workers allows it. Else the other role gives one up, if
-    fewer of that have been enough for up_after_seconds. No island gets fewer than min_prefill and min_decode, or more
+    A role that lacks workers gets new ones if scaling.max_workers allows it. Otherwise the other role gives up a
+    worker, if it has needed fewer for up_after_seconds. No island gets fewer than min_prefill and min_decode, or more
     than max_workers. Not for several threads.
     """
 
     def __init__(self, section: ScalingSection, clock: Callable[[], float] = time.monotonic) -> None:
-        """clock: as Sizing's. section.max_workers must be set."""
+        """clock: see Sizing. section.max_workers must be set."""
         assert section.max_workers is not None
         self._section = section
         self._most = section.max_workers
@@ -104,11 +104,11 @@ class RolePolicy:
             sizing.changed()
 
     def refused(self) -> None:
-        """The last change did not come about. For down_after_seconds no workers are added."""
+        """Records that the last change did not come about. For down_after_seconds no workers are added."""
         self._full_until = self._clock() + self._section.down_after_seconds
 
     def desired(self, load: RoleLoad, shapes: Mapping[str, Shape]) -> RoleChange | None:
-        """Called every second or so. shapes: of all islands, by their names. None: all may stay as it is."""
+        """Returns the wanted change, or None. Called every second or so. shapes: of all islands, by their names."""
         pressed: list[tuple[float, Role, int, str]] = []
         spare: list[tuple[Role, int]] = []
         for role, pressure in pressures(load, self._section.targets, list(shapes.values())).items():
@@ -126,7 +126,7 @@ class RolePolicy:
         return None if pressed else self._shrink(spare, shapes)
 
     def _grow(self, role: Role, more: int, why: str, shapes: Mapping[str, Shape]) -> RoleChange | None:
-        """Workers for the island that has fewest of the role: its part of what all lack."""
+        """Adds workers to the island with the fewest of the role: its part of what all islands lack."""
         if self._clock() < self._full_until:
             return None
         found = [(_count(shape, role), name) for name, shape in shapes.items() if self._room(shape, role) > 0]
@@ -137,7 +137,7 @@ class RolePolicy:
         return RoleChange(name, _with(shapes[name], role, added), why, grows=True)
 
     def _exchange(self, role: Role, why: str, shapes: Mapping[str, Shape]) -> RoleChange | None:
-        """A worker of the other role for the island that has most of that."""
+        """Turns a worker of the other role, at the island that has most of that role."""
         other = OTHER[role]
         if self._sizings[other].calm_seconds < self._section.up_after_seconds:
             return None

@@ -14,7 +14,7 @@ from tandem.workers.config import Role
 
 
 class RoleScaler:
-    """Says which island should get another shape. Orders nothing. Not for several threads."""
+    """Chooses the island that should get another shape. Orders nothing. Not for several threads."""
 
     def __init__(
         self,
@@ -24,7 +24,7 @@ class RoleScaler:
         num_pages: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """num_pages: of a worker now. clock: as RolePolicy's."""
+        """num_pages: a worker's present number. clock: see RolePolicy."""
         self._membership = membership
         self._page_size = config.cache.page_size
         self._num_pages = num_pages
@@ -49,7 +49,8 @@ class RoleScaler:
         return changed
 
     def look(self, load: Load) -> RoleChange | None:
-        """None while an island or a worker starts again or changes, and for the cooldown behind it."""
+        """Returns the wanted change. None while an island or a worker starts again or changes, and for the cooldown
+        after it."""
         islands = self._membership.islands
         shapes = {island.name: _shape(island) for island in islands}
         if not shapes or not all(map(_is_whole, islands)):

@@ -29,14 +29,14 @@ class Decision:
 
 
 class ScalingPolicy:
-    """Islands by the worst of all targets, as Sizing has it.
+    """Sizes islands by the worst of all targets, with Sizing.
 
     It never asks for less than min_islands or more than max_islands. Without max_islands it asks for no change. Not for
     several threads.
     """
 
     def __init__(self, section: ScalingSection, clock: Callable[[], float] = time.monotonic) -> None:
-        """clock: in seconds, never going back."""
+        """clock: seconds, monotonic."""
         self._section = section
         self._sizing = Sizing(section, clock)
 
@@ -45,7 +45,7 @@ class ScalingPolicy:
         self._sizing.changed()
 
     def desired(self, load: Load, islands: int) -> Decision:
-        """Called every second or so. islands: that there are."""
+        """Returns the wanted number. Called every second or so. islands: the present number."""
         if self._section.max_islands is None:
             return Decision(islands)
         least, most = self._section.min_islands, self._section.max_islands
@@ -60,7 +60,8 @@ class ScalingPolicy:
         return Decision(wanted, worst if wanted > islands else calm)
 
     def _worst(self, load: Load) -> tuple[float, str]:
-        """The largest part of a target that is used up, and it in words. Above 1 the target is missed."""
+        """Returns the largest part of a target that is used up, and the target in words. Above 1 the target is
+        missed."""
         waits = load.queue_seconds or None
         first = [value for value in (load.first_token_seconds, waits) if value is not None]  # who waits has none yet
         figures = {

@@ -30,16 +30,17 @@ class Pressure:
 
 
 class Sizing:
-    """More when a target has been missed for up_after_seconds, and fewer when fewer would have met all of them for
-    down_after_seconds. Between the two lies what one can do, which each overload shows: tokens a second.
+    """Wants more members when a target has been missed for up_after_seconds, and fewer when fewer would have met all
+    targets for down_after_seconds. The capacity of a member, in tokens a second, connects the two. Each overload shows
+    it.
 
-    Growth is by the worst target: as many times more as it is missed by, at least one and at most MOST_GROWTH times as
-    many. What stays does the highest rate of that time with HEADROOM. Where no overload has shown what one can do, one
-    ends at a time. Not for several threads.
+    The worst target decides growth: the number grows by the factor by which that target is missed, by at least one
+    member and at most MOST_GROWTH times. After shrinking, the remaining members can do the highest rate of that time
+    with HEADROOM. Before any overload has shown the capacity, one member ends at a time. Not for several threads.
     """
 
     def __init__(self, section: ScalingSection, clock: Callable[[], float] = time.monotonic) -> None:
-        """clock: in seconds, never going back."""
+        """clock: seconds, monotonic."""
         self._section = section
         self._clock = clock
         self._capacity: float | None = None  # tokens a second of one, when a target was last missed
@@ -49,7 +50,7 @@ class Sizing:
         self._hold_until = -math.inf
 
     def changed(self) -> None:
-        """Their number has changed or is changing, by whatever order: what was seen before counts no more."""
+        """Records that the number has changed or is changing, by whatever order. Earlier figures no longer count."""
         self._missed_since = self._calm_since = None
         self._hold_until = self._clock() + self._section.cooldown_seconds
 
@@ -64,7 +65,7 @@ class Sizing:
         return 0.0 if self._calm_since is None else self._clock() - self._calm_since
 
     def desired(self, pressure: Pressure, count: int, least: int, most: int) -> int:
-        """Called every second or so, with how many there are: how many there should be, least … most."""
+        """Returns the wanted number, least … most. Called every second or so, with the present number."""
         now = self._clock()
         if pressure.ratio > 1:
             self._calm_since = None

@@ -32,9 +32,10 @@ log = logging.getLogger(__name__)
 
 
 class GatewaySet:
-    """Owned by the cluster. A host that joins later gets a gateway, and one that leaves loses it.
+    """All gateways. Owned by the cluster. A host that joins later gets a gateway, and a host that leaves loses it.
 
-    A gateway of the launcher's host that is lost too often ends the cluster. One of another host starts again later.
+    A gateway of the launcher's host that is lost too often ends the cluster. A gateway of another host starts again
+    later.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class GatewaySet:
         self._thread = threading.Thread(target=self._run, name="gateways", daemon=True)
 
     def start(self) -> Sequence[GatewaySupervisor]:
-        """Begins to start one on each host that fits now. They have `ready`. NoRoom without such a host."""
+        """Begins to start a gateway on each host that fits now. Each has `ready`. NoRoom without such a host."""
         (self._here,) = self._processes.hosts_for(Where(here=True))[:1]
         hosts = self._hosts() if self._moves else self._hosts()[:1]
         for address in sorted(hosts, key=lambda address: (address != self._here, address)):  # the launcher's own first
@@ -85,7 +86,7 @@ class GatewaySet:
         return self.all
 
     def watch(self) -> None:
-        """Once they serve: from now on gateways come and go with their hosts."""
+        """Lets gateways come and go with their hosts from now on. Call it once they serve."""
         if self._moves:
             self._thread.start()
 
@@ -107,7 +108,8 @@ class GatewaySet:
         return self._counts.table if self._moves else self.all[0].table
 
     def stop(self, grace: float, drain_seconds: float | None) -> None:
-        """Ends all. grace: as GatewaySupervisor's. drain_seconds: as give_way's; None where no other takes over."""
+        """Ends all gateways. grace: see GatewaySupervisor. drain_seconds: see give_way(); None if no other gateway
+        takes over."""
         self._closed.set()
         if self._thread.ident is not None:
             self._thread.join(JOIN_SECONDS)  # Ray may keep it waiting
@@ -188,7 +190,7 @@ class _Counts:
         self._gone = np.zeros(LASTING_CELLS, np.int64)  # of gateways that are gone: no count goes down
 
     def look(self, gateways: dict[int, GatewaySupervisor]) -> None:
-        """Takes what they have answered since the last time, and asks again. By their numbers."""
+        """Takes the answers since the last call, and asks again. gateways: by their numbers."""
         for number, answer in list(self._asked.items()):
             if answer.done():
                 if answer.exception() is None:

@@ -21,7 +21,7 @@ CALL_SECONDS = 5.0  # for the owner on another host to answer
 
 @dataclass(frozen=True)
 class ShareOrder:
-    """The ports that are asked for, 0 for any free one, and the size of the table. beside: as SharedPorts'."""
+    """The requested ports, 0 for any free one, and the size of the table. beside: see SharedPorts."""
 
     host: str
     port: int
@@ -64,7 +64,7 @@ class HostShare(ABC):
 
     @abstractmethod
     def counts(self) -> "Future[HostCounts]":
-        """Does not block. From any thread."""
+        """Begins to read the counts. Does not block. From any thread."""
 
     @abstractmethod
     def is_there(self) -> bool:
@@ -76,10 +76,10 @@ class HostShare(ABC):
 
 
 class OwnShare(HostShare):
-    """Owned by this process."""
+    """A share that this process owns."""
 
     def __init__(self, order: ShareOrder) -> None:
-        """Raises StartFailed where a port cannot be had."""
+        """Raises StartFailed if a port cannot be had."""
         self._ports = SharedPorts(order.host, order.port, order.http_port, order.metrics, order.beside)
         self._file = GatewayFile(order.processes, order.num_islands)
         ports = self._ports

@@ -27,7 +27,7 @@ from tandem.workers.runner.model_cache import kv_layout
 
 
 def check_model(config: ClusterConfig) -> int:
-    """max_model_len. ConfigError for a wrong checkpoint, before any process starts."""
+    """Returns max_model_len. ConfigError for a wrong checkpoint, before any process starts."""
     folder = Path(config.model.path or "")
     try:
         model = load_config(folder, config.model.dtype)
@@ -58,7 +58,7 @@ def check_model(config: ClusterConfig) -> int:
 
 
 def _check_adaptable(config: ClusterConfig, model: ModelConfig) -> None:
-    """ConfigError for adapters of a model that none can change."""
+    """Raises ConfigError for adapters of a model that adapters cannot change."""
     try:
         check_adaptable(model, config.adapters.max_resident)
     except ModelError as error:
@@ -66,8 +66,8 @@ def _check_adaptable(config: ClusterConfig, model: ModelConfig) -> None:
 
 
 def _check_drafter(worker: WorkerConfig, model: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig | None:
-    """The model that drafts for `model`, whose tokenizer is given; None where none does. ConfigError for one that
-    cannot."""
+    """Returns the config of the model that drafts for `model`, whose tokenizer is given; None without one. ConfigError
+    for a drafter that does not fit."""
     speculation, folder = worker.speculation, Path(worker.speculation.draft)
     try:
         drafter = load_drafter_config(speculation, model)
@@ -92,8 +92,8 @@ def _check_drafter(worker: WorkerConfig, model: ModelConfig, tokenizer: Tokenize
 
 
 def _check_gpu(layout: KVLayout, model: ModelConfig) -> None:
-    """ConfigError unless the kernels of a GPU serve the cache of a layout. model: whose latents it has, if any.
-    StartFailed for a version of FlashInfer that does not serve."""
+    """Raises ConfigError unless the kernels of a GPU serve the cache of a layout. model: the model with latents, if
+    any. StartFailed for an unsupported version of FlashInfer."""
     if reason := refused_version():
         raise StartFailed(reason)
     try:

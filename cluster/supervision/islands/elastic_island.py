@@ -33,8 +33,8 @@ def places(config: ClusterConfig) -> IslandRanks:
 
 
 class ElasticIsland(Island):
-    """A PE is a place, which one worker after another may have, each in an epoch of its own. The island is formed with
-    a number of places, some of them vacant. Each place has room for a fixed number of ranks.
+    """An island in which a PE is a place: workers hold it one after another, each in an epoch of its own. The island is
+    formed with a number of places, some of them vacant. Each place has room for a fixed number of ranks.
 
     After form():
     - part() → restart() → seat(): others take the places of workers that were lost;
@@ -42,7 +42,7 @@ class ElasticIsland(Island):
     - turn() → seat(): workers get another role, and keep their processes and weights;
     - dismiss(): workers leave.
 
-    Each of them may raise ProcessEnded, when a worker was lost meanwhile. Then part() comes with its place, too.
+    Each of them may raise ProcessEnded, when a worker was lost meanwhile. Then call part() with its place, too.
     """
 
     def _in_places(self, workers: list[WorkerConfig]) -> list[WorkerConfig]:
@@ -71,7 +71,7 @@ class ElasticIsland(Island):
         return self.formed and not kept and Counter(map(self._size, shape.roles)) <= Counter(self._places)
 
     def place_of(self, ended: ProcessEnded) -> int | None:
-        """The PE of the worker that has ended; None where it is none of the island's."""
+        """Returns the PE of the worker that has ended; None if it does not belong to the island."""
         members = zip(self._workers, self._members, strict=True)
         return next((worker.pe for worker, member in members if member.name == ended.name), None)
 
@@ -119,7 +119,7 @@ class ElasticIsland(Island):
         return [*joining]
 
     def turn(self, roles: Mapping[int, Role], epoch: int) -> None:
-        """These workers leave their peers, and are of another role next, in an epoch of their own."""
+        """Makes these workers leave their peers and take another role, in an epoch of their own."""
         shape, epochs = _shape_of({**self.roles, **roles}.values()), self._epochs(dict.fromkeys(roles, epoch))
         for number, worker in enumerate(self._workers):
             if worker.pe in roles:
@@ -133,7 +133,8 @@ class ElasticIsland(Island):
         self._results([member.call("rejoin", member.name, worker) for member, worker in turned])
 
     def seat(self, pes: Collection[int], epoch: int) -> None:
-        """After restart(), add() or turn(): these workers load what they have not yet, and join the others."""
+        """Loads what these workers have not loaded yet, and joins them to the others. Call it after restart(), add() or
+        turn()."""
         new = [(worker, member) for worker, member in self._pairs if worker.pe in pes]
         joining = [member for _, member in new]
         loading = [member for member in joining if member not in self._loads]
@@ -149,7 +150,7 @@ class ElasticIsland(Island):
         self._addresses = tuple(known[pe] for pe in self.roles)
 
     def _meet(self, new: Sequence[tuple[WorkerConfig, ActorProcess]], epoch: int) -> None:
-        """Connects these processes with all others. Then the other workers may write to theirs."""
+        """Connects these processes with all others. Then the other workers may write to them."""
         members = [member for _, member in new]
         opened = dict(zip(map(_process, new), self._open(members), strict=True))
         others = [pair for pair in self._pairs if pair[1] not in members]
@@ -165,8 +166,8 @@ class ElasticIsland(Island):
             self._ask(leaders, "admit", pe, epoch)
 
     def dismiss(self, pes: Collection[int]) -> None:
-        """These workers leave: the others end all that they did with them, and the processes end. Their places are
-        vacant, even where ProcessEnded is raised."""
+        """Removes these workers: the others end all that they did with them, and the processes end. Their places are
+        vacant, even if ProcessEnded is raised."""
         gone = self._at(pes)
         self._liveness.forget(gone)
         try:
@@ -176,7 +177,7 @@ class ElasticIsland(Island):
             self.drop(pes)
 
     def drop(self, pes: Collection[int]) -> None:
-        """Kills these workers, which the others know no more or must not wait for. Idempotent."""
+        """Kills these workers, which the others no longer know or must not wait for. Idempotent."""
         assert self._group is not None, "launch() comes first"
         gone = self._at(pes)
         self._liveness.forget(gone)
@@ -187,7 +188,7 @@ class ElasticIsland(Island):
         self._addresses = tuple(address for address in self._addresses if address.pe not in pes)
 
     def share_cores(self) -> None:
-        """Workers on CPUs count their threads anew, as many workers as there are now. Does not wait for it."""
+        """Makes workers on CPUs count their threads anew, by the present number of workers. Does not wait for it."""
         config, epochs = self._of_shape(self.shape), self._epochs({})
         for worker, member in self._pairs:
             member.call("share_cores", *_shares(config, worker.role, self._network), epochs)
@@ -202,24 +203,24 @@ class ElasticIsland(Island):
 
     @property
     def _pairs(self) -> list[tuple[WorkerConfig, ActorProcess]]:
-        """The ranks of all workers, with their processes."""
+        """Returns the ranks of all workers, with their processes."""
         return list(zip(self._workers, self._members, strict=True))
 
     def _at(self, pes: Collection[int]) -> list[ActorProcess]:
         return [member for worker, member in self._pairs if worker.pe in pes]
 
     def _hold(self, pairs: Sequence[tuple[WorkerConfig, ActorProcess]]) -> None:
-        """These are the workers, with their processes."""
+        """Sets the workers and their processes."""
         ordered = sorted(pairs, key=_process)
         self._workers = [worker for worker, _ in ordered]
         self._members = [member for _, member in ordered]
 
     def _size(self, role: Role) -> int:
-        """Ranks of a worker of that role."""
+        """Returns the number of ranks of a worker of that role."""
         return self._config.island.prefill_ranks if role == Role.PREFILL else self._config.island.decode_ranks
 
     def _vacant(self, roles: Sequence[Role]) -> dict[int, Role]:
-        """Places for workers of these roles, by their PEs."""
+        """Chooses places for workers of these roles, by their PEs."""
         found: dict[int, Role] = {}
         for role in roles:
             left = (pe for pe, size in enumerate(self._places) if size == self._size(role))
@@ -227,8 +228,8 @@ class ElasticIsland(Island):
         return found
 
     def _let_go(self, pes: Collection[int]) -> None:
-        """All others part with all of these workers, also where ProcessEnded is raised: another one is lost. A worker
-        that misses a peer for long ends.
+        """Makes all others part with all of these workers, even if ProcessEnded is raised, because another worker is
+        lost. A worker that misses a peer for long ends.
 
         The ranks of a worker cut a peer before the first of them frees what the peer was to write.
         """
@@ -250,7 +251,7 @@ class ElasticIsland(Island):
         return tuple(known.get(pe, 0) for pe in range(len(self._places)))
 
     def _changed(self, pe: int, role: Role, epoch: int, epochs: tuple[int, ...], shape: Shape) -> WorkerConfig:
-        """A worker as it is configured where the island has that shape."""
+        """Returns a worker's configuration in an island of that shape."""
         on_host, decode_workers = _shares(self._of_shape(shape), role, self._network)
         return replace(
             self._workers[0],
@@ -268,12 +269,12 @@ class ElasticIsland(Island):
 
 
 def _process(pair: tuple[WorkerConfig, ActorProcess]) -> tuple[int, int]:
-    """PE and rank."""
+    """Returns PE and rank."""
     return pair[0].pe, pair[0].rank
 
 
 def _shares(config: ClusterConfig, role: Role, network: Network) -> tuple[int, int | None]:
-    """See WorkerConfig: workers_on_host and decode_workers, of a worker of that role."""
+    """Returns workers_on_host and decode_workers of WorkerConfig, for a worker of that role."""
     decode_workers = config.island.num_decode if role == Role.DECODE else None
     return workers_on_host(config, network.num_hosts), decode_workers
 

@@ -22,7 +22,7 @@ class IslandAccount:
         self.epoch = self.draw()  # the one that the gateway is told
 
     def draw(self) -> int:
-        """The number of the next epoch. One that did not come about is not tried again."""
+        """Draws the number of the next epoch. A number is not used again, even if its epoch did not come about."""
         return next(self._epochs)
 
     def tell(
@@ -36,7 +36,7 @@ class IslandAccount:
         )
 
     def tell_stopped(self, cut_off: frozenset[int] = frozenset()) -> list[Future[Any]]:
-        """The island takes no requests. cut_off: see IslandState."""
+        """Tells the gateway that the island takes no requests. cut_off: see IslandState."""
         return self._membership.update(self.name, self.epoch, self._budget.used, (), cut_off=cut_off)
 
     def ask_placed_tokens(self) -> list[Future[Any]]:
@@ -48,5 +48,5 @@ class IslandAccount:
         return self._membership.ask_unfinished(self.name, frozenset(pes), move=move)
 
     def remove(self) -> None:
-        """The island is no part of the cluster any more."""
+        """Removes the island from the cluster."""
         self._membership.remove(self.name)

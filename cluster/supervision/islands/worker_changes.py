@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 class WorkerChanges:
     """One change at a time, on the thread of the island's supervisor.
 
-    A loss that the others cannot go on with is raised as it is; ReshapeFailed: a worker did not come about. Either ends
-    the island's epoch.
+    Raises a loss that the others cannot survive as it is; ReshapeFailed: a worker did not come about. Either ends the
+    island's epoch.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class WorkerChanges:
         self._updates: list[Future[Any]] = []  # that tell the gateway of new workers, which are warm once they end
 
     def replace(self, lost: ProcessEnded, others: Collection[int] = ()) -> None:
-        """Gives the place of a lost worker to another, and those of workers that are lost meanwhile. others: PEs that
-        were to join, and do so with it."""
+        """Replaces a lost worker, and workers that are lost meanwhile. others: PEs that were to join, and do so with
+        it."""
         island, pes = self._island, set(others)
         while True:
             pe = island.lost_worker(lost)
@@ -126,7 +126,7 @@ class WorkerChanges:
         self._updates += self._tell()
 
     def _drain(self, pes: Collection[int], leaving: Collection[int]) -> None:
-        """Returns once the gateway has nothing at these workers any more, and those in `leaving` have left.
+        """Returns once the gateway has no requests at these workers, and the workers in `leaving` have left.
 
         Requests there have recovery.drain_seconds to end. Then they move to other workers, with their KV. What has not
         moved in time is placed again.
@@ -154,13 +154,13 @@ class WorkerChanges:
         self._leaving.clear()
 
     def _let_go(self, pes: Collection[int], leaving: Collection[int]) -> None:
-        """The gateway ends what it has at these workers; those in `leaving` leave."""
+        """Makes the gateway end its work at these workers; those in `leaving` leave."""
         self._stop.answers(self._tell(without=pes), GATEWAY_SECONDS)
         if leaving:
             self._dismiss(leaving)
 
     def _dismiss(self, pes: Collection[int]) -> None:
-        """Another worker that is lost meanwhile is replaced."""
+        """Dismisses workers. A worker that is lost meanwhile is replaced."""
         try:
             self._island.dismiss(pes)
         except ProcessEnded as lost:

@@ -63,12 +63,11 @@ class ChatTemplate:
     ) -> str:
         """The prompt for `messages` (each with role and content, perhaps tool_calls), up to the model's answer.
 
-        The arguments of tool calls are JSON texts. Templates get them as objects, and what is no object, as where
-        max_tokens has cut a call off, as a text. A template that fails on these gets texts only, and if it fails on
-        those, empty objects in their place. An empty text means an empty object.
-        tools: what the model may call, as OpenAI describes functions. variables: further ones of the template.
-        continue_final_message: the prompt ends in the last message. ChatTemplateError when the template refuses them,
-        fails, or runs for more than RENDER_SECONDS.
+        The arguments of tool calls are JSON texts. Templates get them as objects. Anything else, such as a call that
+        max_tokens has cut off, comes as a text. A template that fails on these gets texts only. If it fails again, it
+        gets empty objects in their place. An empty text means an empty object. tools: functions that the model may
+        call, in OpenAI's form. variables: further variables of the template. continue_final_message: the prompt ends in
+        the last message. ChatTemplateError when the template refuses them, fails, or runs for more than RENDER_SECONDS.
         """
         turns = [dict(message) for message in messages]
         if continue_final_message and turns:
@@ -121,14 +120,15 @@ class ChatTemplates:
         return self._named[DEFAULT]
 
     def check(self, chosen: object) -> None:
-        """ChatTemplateError unless it is the name of a template."""
+        """Raises ChatTemplateError unless it is the name of a template."""
         if not isinstance(chosen, str) or chosen not in self._named:
             names = ", ".join(self._named) or "none, for the checkpoint has no chat template"
             raise ChatTemplateError(f"template_kwargs.{CHOSEN} is {chosen!r:.80}; names of templates: {names}")
 
 
 def _readings(turns: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """The messages with the arguments of their calls as templates may want them: see ChatTemplate.render()."""
+    """Yields the messages with the arguments of their calls in the forms that templates may want: see
+    ChatTemplate.render()."""
     readings: list[list[dict[str, Any]]] = []
     for read in (_object_or_text, _text, _object):
         made = [_with_calls(turn, read) if turn.get("tool_calls") else turn for turn in turns]
@@ -156,7 +156,7 @@ def _object_or_text(arguments: str) -> dict[str, Any] | str:
 
 
 def _text(arguments: str) -> str:
-    """Without arguments that of an empty object, for templates put it into JSON."""
+    """Returns the arguments' text. Empty arguments become an empty object, because templates put them into JSON."""
     return "{}" if arguments.strip() in ("", "null") else arguments
 
 
@@ -176,7 +176,7 @@ def _before_mark(rendered: str) -> str:
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Ends the template that this thread renders with TimeoutError. A trace function reads the clock at each line."""
+    """Ends the template that this thread renders with TimeoutError. A trace function checks the clock at each line."""
     deadline = time.monotonic() + seconds
     before = sys.gettrace()
 

@@ -1,4 +1,4 @@
-"""The two prompts of a model with an encoder, as requests say them."""
+"""The two prompts of a request to a model with an encoder."""
 
 import numpy as np
 
@@ -14,8 +14,8 @@ class InvalidHalf(ValueError):
 
 
 def take_encoder_prompt(message: inference_pb2.GenerateRequest, *, has_encoder: bool) -> None:
-    """Puts encoder_prompt into the message's input, for which it stands. InvalidHalf where the message has both, or
-    names prompts of two halves to a model without an encoder. Idempotent."""
+    """Moves encoder_prompt into the message's input. InvalidHalf if the message has both, or has one of these prompts
+    for a model without an encoder. Idempotent."""
     for name in ("encoder_prompt", "decoder_prompt"):
         if message.HasField(name) and not has_encoder:
             raise InvalidHalf(f"{name} is set; this model has no encoder, so that one prompt alone is accepted")

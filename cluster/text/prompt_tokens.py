@@ -1,4 +1,4 @@
-"""Token ids of what a request says: text, chat messages, or ids."""
+"""Turns a request's text, chat messages or ids into token ids."""
 
 import json
 from typing import Any
@@ -15,7 +15,7 @@ OWN_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "con
 
 
 def prompt_tokens(tokenizer: Tokenizer | None, message: inference_pb2.GenerateRequest) -> Int64Array:
-    """int64 [n] of `text`, `chat` or `token_ids`. The first two need a tokenizer.
+    """Returns the ids of `text`, `chat` or `token_ids`, int64 [n]. The first two need a tokenizer.
 
     Raises ChatTemplateError and TokenizerFailed.
     """
@@ -44,7 +44,7 @@ def prompt_tokens(tokenizer: Tokenizer | None, message: inference_pb2.GenerateRe
 
 
 def template_variables(chat: inference_pb2.Chat) -> dict[str, Any]:
-    """Raises ChatTemplateError, which names the field."""
+    """Returns the template's variables. Raises ChatTemplateError, which names the field."""
     text = chat.template_kwargs
     if len(text) > MAX_TEMPLATE_KWARGS:
         reason = f"has {len(text)} characters; at most {MAX_TEMPLATE_KWARGS} are accepted"
@@ -62,7 +62,7 @@ def template_variables(chat: inference_pb2.Chat) -> dict[str, Any]:
 
 
 def _turn(index: int, message: inference_pb2.ChatMessage) -> dict[str, Any]:
-    """A message as templates take it. Raises ChatTemplateError, which names the field."""
+    """Returns a message in the form of templates. Raises ChatTemplateError, which names the field."""
     turn: dict[str, Any] = {"role": message.role, "content": message.content}
     if not message.fields:
         return turn
@@ -89,7 +89,7 @@ def _is_call(call: object) -> bool:
 
 
 def _tools(chat: inference_pb2.Chat) -> list[dict[str, Any]] | None:
-    """Raises ChatTemplateError, which names the field."""
+    """Returns the tools. Raises ChatTemplateError, which names the field."""
     if not chat.tools:
         return None
     tools = _json("tools", chat.tools, list, "a JSON list of objects")

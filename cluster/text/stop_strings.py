@@ -6,8 +6,8 @@ from collections.abc import Sequence
 class StopStringMatcher:
     """Searches one request's text for the first complete stop string, and holds back what may begin one.
 
-    push and flush return the text up to the stop string, or with it if `include` is set. Of stop strings that end at
-    the same character the longest counts, so the pieces do not matter.
+    push and flush return the text up to the stop string, or with it if `include` is set. If several stop strings end at
+    one character, the longest counts, so the pieces do not matter.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
@@ -18,8 +18,8 @@ class StopStringMatcher:
         self.matched: str | None = None
 
     def push(self, text: str, *, ends: bool = True) -> str:
-        """The text that is now final; "" after a match (see `matched`). ends: whether a stop string may end in this
-        text. One that ends later may begin in it either way."""
+        """Returns the text that is now final; "" after a match (see `matched`). ends: whether a stop string may end in
+        this text. A later stop string may begin in it either way."""
         if self.matched is not None or not self._stops:
             return text if self.matched is None else ""
         text = self._held + text
@@ -36,7 +36,7 @@ class StopStringMatcher:
         return text[:final]
 
     def flush(self) -> str:
-        """The text that was held back, at the end of the request."""
+        """Returns the text that was held back, at the end of the request."""
         held, self._held = self._held, ""
         return held
 
@@ -45,7 +45,7 @@ class StopStringMatcher:
         return text.find(stop, max(0, self._passed + 1 - len(stop)))
 
     def _count_held(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string."""
+        """Returns the length of the longest end of `text` that begins a stop string."""
         held = 0
         for stop in self._stops:
             begin = text.find(stop[0], max(0, len(text) - len(stop) + 1))

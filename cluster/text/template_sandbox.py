@@ -1,4 +1,4 @@
-"""Jinja's sandbox with bounds on memory: what a template makes, and what one operation may make of it."""
+"""Jinja's sandbox with bounds on memory: on all that a template makes, and on the result of each operation."""
 
 import functools
 import re
@@ -34,7 +34,7 @@ class Generator(CodeGenerator):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Nothing is computed while a template compiles. SecurityError where a bound is passed."""
+    """A sandbox that computes nothing while a template compiles. SecurityError when a bound is exceeded."""
 
     code_generator_class = Generator
     intercepted_binops = frozenset({"+", "*", "**", "%"})
@@ -51,7 +51,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     @contextmanager
     def metered(self) -> Iterator[None]:
-        """One rendering on this thread."""
+        """Bounds one rendering on this thread."""
         self._made.total = 0
         yield
 
@@ -81,7 +81,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return __self._count(super().call(__context, __obj, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """format() of a string, which has a sandbox of its own."""
+        """Wraps format() of a string, which has a sandbox of its own."""
         wrapped = super().wrap_str_format(value)
         if wrapped is None:
             return None
@@ -119,7 +119,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
 
 def _check(name: str, text: str | None, arguments: list[Any]) -> None:
-    """text: what a method or filter works on. SecurityError where its result may be too large."""
+    """text: the text that a method or filter works on. SecurityError if its result may be too large."""
     for value in arguments:
         if isinstance(value, int) and abs(value) > MAX_REPEATED:
             raise SecurityError(f"{name} is given {abs(value):.3e}; at most {MAX_REPEATED} is allowed")
@@ -153,7 +153,7 @@ def _repeated(sequence: Any, count: Any) -> int:
 
 
 def _check_nesting(value: Any) -> None:
-    """A list may be in others many times: written out, a few of them fill any memory."""
+    """Checks nesting. A list may be in others many times: written out, a few of them fill any memory."""
     if not isinstance(value, list | tuple | dict):
         return
     waiting, lists, elements = [value], 0, 0

@@ -14,15 +14,16 @@ class TokenOffsets:
         skip_special_tokens: bool = False,
         text: str | None = None,
     ) -> None:
-        """begin: characters before the first token. text: all of it, if it is known: special tokens that it has not
-        are no part of it. Without a tokenizer tokens make no text."""
+        """begin: characters before the first token. text: the whole text, if it is known: special tokens that are
+        missing there are no part of it. Without a tokenizer tokens make no text."""
         self._tokenizer = tokenizer
         self._stream = None if tokenizer is None else tokenizer.stream(skip_special_tokens=skip_special_tokens)
         self._text = text
         self._length = begin  # of the text that the stream has given
 
     def next(self, token_id: int) -> int:
-        """Characters before the token. A token that is no part of the text begins where the next one does."""
+        """Returns the number of characters before the token. A token that is no part of the text begins where the next
+        one does."""
         if self._tokenizer is None or self._stream is None:
             return self._length
         before, own = self._length + self._stream.whole, self._tokenizer.token_text(token_id)

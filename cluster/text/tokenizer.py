@@ -20,7 +20,7 @@ BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")  # a byte in the vocabulary of Sent
 
 
 def _byte_letters() -> Mapping[str, int]:
-    """The letter that stands for each byte in a byte-level vocabulary, as GPT-2 chose them."""
+    """Returns the letter that stands for each byte in a byte-level vocabulary, as GPT-2 chose them."""
     shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in shown]
     letters = {chr(byte): byte for byte in shown} | {chr(0x100 + rank): byte for rank, byte in enumerate(others)}
@@ -44,7 +44,7 @@ class Tokenizer:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self.special_texts = frozenset(token.content for token in added.values() if token.special)
         self.token_text = lru_cache(KNOWN_TOKENS)(self._token_text)
-        """The text of the token behind others; a part of a character is a replacement character.
+        """The text of a token after others; a part of a character is a replacement character.
 
         A decoder may drop the leading space of a first token.
         """
@@ -52,7 +52,8 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer | None":
-        """None without a tokenizer.json: the model takes token ids only. Raises InvalidTokenizer, InvalidConfig."""
+        """Reads the tokenizer; None without a tokenizer.json: the model takes token ids only. Raises InvalidTokenizer,
+        InvalidConfig."""
         files = TokenizerFiles.read(folder)
         if files is None:
             return None
@@ -64,12 +65,12 @@ class Tokenizer:
 
     @property
     def template_source(self) -> str:
-        """All chat templates as the checkpoint has them; empty for none."""
+        """Returns all chat templates of the checkpoint; empty for none."""
         return self.chat_templates.source
 
     @property
     def vocab_size(self) -> int:
-        """Number of ids with a text, added tokens included. The model's vocabulary may have more or fewer."""
+        """The number of ids with a text, added tokens included. The model's vocabulary may have more or fewer."""
         return self._inner.get_vocab_size()
 
     def agrees(self, other: "Tokenizer") -> bool:
@@ -78,11 +79,12 @@ class Tokenizer:
 
     @property
     def longest_token(self) -> int:
-        """Characters of the longest token."""
+        """The number of characters of the longest token."""
         return max(map(len, self._inner.get_vocab()), default=1)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """TokenizerFailed when the library panics, as a pre-tokenizer does that backtracks too often."""
+        """Encodes a text. TokenizerFailed when the library panics, as a pre-tokenizer does that backtracks too
+        often."""
         try:
             # A batch of one: for a single text the library holds the interpreter's lock, which stops event loops.
             (encoding,) = self._inner.encode_batch_fast([text], add_special_tokens=add_special_tokens)
@@ -113,18 +115,19 @@ class Tokenizer:
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], *, add_special_tokens: bool = False, **options: Any
     ) -> list[int]:
-        """options: see ChatTemplate.render. ChatTemplateError when there is no template or it refuses the messages."""
+        """Encodes a chat. options: see ChatTemplate.render. ChatTemplateError when there is no template or it refuses
+        the messages."""
         return self.encode(self.render_chat(messages, **options), add_special_tokens=add_special_tokens)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
-        """The prompt's text. options and errors as those of encode_chat()."""
+        """Returns the prompt's text. Options and errors are those of encode_chat()."""
         return self.chat_templates.choose(options.get("tools"), options.get("variables")).render(messages, **options)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self._inner.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     def decoded_length(self, token_ids: Sequence[int]) -> int:
-        """Characters of their decoding, special tokens included."""
+        """Returns the number of characters that they decode to, special tokens included."""
         return self._first_length(token_ids[0]) if len(token_ids) == 1 else self._length(token_ids)
 
     def _length(self, token_ids: Sequence[int]) -> int:
@@ -135,7 +138,7 @@ class Tokenizer:
         return twice[len(once) :]
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The UTF-8 of token_text(), or the token's own bytes where it is a part of a character."""
+        """Returns the UTF-8 of token_text(), or the token's own bytes if it is a part of a character."""
         text, piece = self.token_text(token_id), self._inner.id_to_token(token_id)
         if piece is None or REPLACEMENT not in text:
             return text.encode()
@@ -170,7 +173,7 @@ class TextStream:
         self._emitted = 0  # characters of the decoding of context and held that were returned
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens complete, perhaps ""."""
+        """Returns the text that these tokens complete, perhaps ""."""
         new = [token_id for token_id in token_ids if token_id not in self._skipped]
         held = self._held + new
         text = self._decode(self._context + held)
@@ -184,15 +187,16 @@ class TextStream:
 
     @property
     def whole(self) -> int:
-        """Characters that are held back although they are complete, with a token that ends in a part of another."""
+        """Returns how many complete characters are held back, because their token ends in a part of another."""
         return len(self._decode(self._context + self._held)[self._emitted :].rstrip(REPLACEMENT)) if self._held else 0
 
     def flush(self) -> str:
-        """The text that was held back, at the end of the request. Incomplete bytes become the replacement character."""
+        """Returns the text that was held back, at the end of the request. Incomplete bytes become the replacement
+        character."""
         return self._emit(self._decode(self._context + self._held))
 
     def _emit_most(self, held: list[int]) -> str:
-        """All but the up to three tokens that may begin a character.
+        """Returns all but up to three last tokens, which may begin a character.
 
         A byte decoder replaces each byte that they spoil, so the text is shortest without them.
         """
@@ -204,7 +208,7 @@ class TextStream:
         return new
 
     def _emit(self, text: str) -> str:
-        """The new part of `text`. The held tokens become the context."""
+        """Returns the new part of `text`. The held tokens become the context."""
         new = text[self._emitted :]
         if new:
             self._context = self._held

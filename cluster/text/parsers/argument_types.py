@@ -17,7 +17,7 @@ ALIASES = {
     "list": "array",
     "dict": "object",
 }
-"""Type names that JSON schema does not have, and clients write all the same."""
+"""Type names that JSON schema does not have, but clients write."""
 
 TYPES = frozenset({"string", "integer", "number", "boolean", "array", "object", "null"})
 ALTERNATIVES = ("anyOf", "oneOf")
@@ -27,9 +27,9 @@ EXACT = 1 << 53  # integers below it are floats, too
 
 
 def typed(text: str, parameters: Mapping[str, Any], key: str) -> Any:
-    """The value of the argument `key`. A parameter that may be a string stays the text.
+    """Returns the value of the argument `key`. A parameter that may be a string stays the text.
 
-    parameters: the schema of all. null and None are None where the parameter may be null or may be no string. A text
+    parameters: the schema of all. null and None are None if the parameter may be null or may be no string. A text
     that is no value of its type stays one.
     """
     kinds, listed = _allowed(parameters, key)
@@ -57,13 +57,14 @@ def typed(text: str, parameters: Mapping[str, Any], key: str) -> Any:
 
 
 def properties(parameters: Mapping[str, Any]) -> Iterator[str]:
-    """Names of the parameters that the schema has."""
+    """Yields the names of the schema's parameters."""
     for schema in _alike(parameters, parameters):
         yield from _mapping(schema.get("properties"))
 
 
 def _allowed(parameters: Mapping[str, Any], key: str) -> tuple[frozenset[str], list[Any]]:
-    """Types that the argument may have, empty where the schema says nothing, and its values where these are listed."""
+    """Returns the types that the argument may have, empty if the schema names none, and its values if these are
+    listed."""
     kinds, listed = set[str](), list[Any]()
     for schema in _of_key(parameters, key):
         for one in _alike(schema, parameters):
@@ -84,7 +85,7 @@ def _of_key(parameters: Mapping[str, Any], key: str) -> Iterator[Mapping[str, An
 
 
 def _alike(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The schema, and those that it refers to or is put together of."""
+    """Yields the schema, and the schemas that it refers to or consists of."""
     waiting, seen = [schema], set[int]()
     while waiting and len(seen) < MOST_SCHEMAS:
         one = waiting.pop()
@@ -127,7 +128,7 @@ def _kind(value: Any) -> str:
 
 
 def _parsed(text: str) -> Any:
-    """A value of JSON, else of Python as far as JSON has it; else the text."""
+    """Parses a value of JSON, else of Python as far as JSON has it; else returns the text."""
     try:
         value = json.loads(text)
         json.dumps(value, allow_nan=False)

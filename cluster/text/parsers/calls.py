@@ -11,13 +11,13 @@ Schemas = Mapping[str, Mapping[str, Any]]
 """The JSON schema of the parameters of each tool that the request offers, by the tool's name."""
 
 CallParser = Callable[[Source, ParsedParts, Schemas, str], Waiting[None]]
-"""Reads a call, or several, behind the mark that opens them. Malformed where there is none."""
+"""Reads one or more calls after the mark that opens them. Malformed if there is none."""
 
 NAME_LENGTH = 256
 
 
 def offered(name: str, schemas: Schemas) -> str:
-    """The name of a tool that the request offers. Malformed for another: what looks like its call is none."""
+    """Returns the name if the request offers this tool. Malformed for another: the text only looks like a call."""
     name = name.strip()
     if name not in schemas:
         raise Malformed("name")
@@ -25,7 +25,7 @@ def offered(name: str, schemas: Schemas) -> str:
 
 
 def read_arguments(source: Source, parts: ParsedParts, name: str) -> Waiting[None]:
-    """A call whose arguments, a JSON object, stream as they come. Malformed, and no call, where they are none."""
+    """Reads a call whose arguments, a JSON object, stream as they come. Malformed, and no call, if they are none."""
     yield from source.spaces()
     if (yield from source.peek()) != "{":
         raise Malformed("{")
@@ -35,14 +35,14 @@ def read_arguments(source: Source, parts: ParsedParts, name: str) -> Waiting[Non
 
 
 def whole_call(source: Source, parts: ParsedParts, name: str, arguments: str) -> None:
-    """A call whose arguments come at once."""
+    """Adds a call whose arguments come at once."""
     parts.call(name)
     parts.arguments(arguments)
     end_call(source, parts)
 
 
 def end_call(source: Source, parts: ParsedParts) -> None:
-    """The arguments are whole. What is read from here on is content where it is no call."""
+    """Ends a call whose arguments are whole. Text from here on is content unless it is another call."""
     parts.end_call()
     source.remember()
 
@@ -68,7 +68,7 @@ def attempt(source: Source, parts: ParsedParts, mark: str, call: Waiting[None], 
 
 
 def name_before(source: Source, ends: str) -> Waiting[str]:
-    """The text before one of these characters, which stays. Malformed where none comes within NAME_LENGTH."""
+    """Reads the text before one of these characters, which stays. Malformed if none comes within NAME_LENGTH."""
     name: list[str] = []
     while (first := (yield from source.peek())) and first not in ends and len(name) < NAME_LENGTH:
         name.append(first)
@@ -79,7 +79,7 @@ def name_before(source: Source, ends: str) -> Waiting[str]:
 
 
 def text_before(source: Source, mark: str) -> Waiting[str]:
-    """The text before a mark, which must come."""
+    """Reads the text before a mark, which must come."""
     kept: list[str] = []
     if (yield from source.upto((mark,), kept.append)) is None:
         raise Malformed(mark)

@@ -78,7 +78,8 @@ class OutputFormats:
         return self._marked and self._parses(calls)
 
     def parser(self, calls: Calls | None, *, opened: bool, keep_special: bool) -> OutputParser | None:
-        """None where an answer is content as it stands. keep_special: special tokens that are no marks are content."""
+        """Makes a parser; None if the whole answer is content. keep_special: special tokens that are no marks are
+        content."""
         if not self._parses(calls):
             return None
         marks = self._marks()
@@ -107,9 +108,9 @@ class OutputFormats:
         return self._reasoning[key]
 
     def think_before(self, guided: inference_pb2.Guided, reasoning: Left, max_tokens: int | None) -> Left:
-        """Lets the model think before its output follows a guide. Where the parser begins then.
+        """Lets the model think before its output follows a guide. Returns the state in which the parser then begins.
 
-        Not with few tokens, and not where the guide itself has the tags. A model that begins to think by itself has a
+        Does nothing with few tokens, or if the guide itself has the tags. A model that begins to think by itself has a
         token for that.
         """
         tags, tokenizer = self._format.tags, self._tokenizer

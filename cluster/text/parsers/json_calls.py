@@ -20,7 +20,7 @@ CALLS_END = "<｜tool▁calls▁end｜>"
 
 
 def call_of_object(source: Source, parts: ParsedParts, schemas: Schemas, *, strict: bool = False) -> Waiting[None]:
-    """A JSON object with name, and arguments or parameters. These stream where the name comes first. strict: it must
+    """Reads a JSON object with name, and arguments or parameters. These stream if the name comes first. strict: it must
     have arguments; else a name alone is a call without any."""
     yield from source.need("{")
     name, early, begun = "", "", False
@@ -52,7 +52,7 @@ def call_of_object(source: Source, parts: ParsedParts, schemas: Schemas, *, stri
 
 
 def calls_of_list(source: Source, parts: ParsedParts, schemas: Schemas) -> Waiting[None]:
-    """A JSON list of calls."""
+    """Reads a JSON list of calls."""
     yield from source.need("[")
     yield from source.spaces()
     if (yield from source.starts("]")):
@@ -66,7 +66,7 @@ def calls_of_list(source: Source, parts: ParsedParts, schemas: Schemas) -> Waiti
 
 
 def list_or_named(source: Source, parts: ParsedParts, schemas: Schemas, mark: str) -> Waiting[None]:
-    """A list of calls, or a call's name, perhaps marks of Mistral's, and its arguments."""
+    """Reads a list of calls, or a call's name, perhaps marks of Mistral's, and its arguments."""
     yield from source.spaces()
     if (yield from source.peek()) == "[":
         yield from calls_of_list(source, parts, schemas)
@@ -79,7 +79,7 @@ def list_or_named(source: Source, parts: ParsedParts, schemas: Schemas, mark: st
 
 
 def deepseek_call(source: Source, parts: ParsedParts, schemas: Schemas, mark: str) -> Waiting[None]:
-    """function<sep>NAME and a block of JSON (V3, R1), or NAME<sep> and JSON (V3.1)."""
+    """Reads function<sep>NAME and a block of JSON (V3, R1), or NAME<sep> and JSON (V3.1)."""
     if mark == CALLS:
         yield from source.need(CALL)
     name = yield from text_before(source, CALL_NAME)
@@ -92,7 +92,7 @@ def deepseek_call(source: Source, parts: ParsedParts, schemas: Schemas, mark: st
 
 
 def _arguments(source: Source, parts: ParsedParts, name: str) -> Waiting[None]:
-    """An object, or the text of one as a JSON string."""
+    """Reads an object, or the text of one as a JSON string."""
     yield from source.spaces()
     if (yield from source.peek()) == '"':
         whole_call(source, parts, name, (yield from _kept_arguments(source)))

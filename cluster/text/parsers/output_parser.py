@@ -25,7 +25,7 @@ class Calls:
 
     @property
     def forced(self) -> bool:
-        """The output is JSON, whatever the model's own format is."""
+        """True if the output is JSON, whatever the model's own format is."""
         return self.required or bool(self.named)
 
 
@@ -59,13 +59,13 @@ class OutputParser:
         return self._parts.num_calls
 
     def push(self, text: str) -> list[ParsedPart]:
-        """The parts that this text completes."""
+        """Returns the parts that this text completes."""
         self._source.push(text if self._dropped is None else self._dropped.sub("", text))
         self._advance()
         return self._parts.take()
 
     def finish(self, *, cut: bool = False) -> list[ParsedPart]:
-        """The last parts. No text comes any more; cut: because of max_tokens."""
+        """Returns the last parts. No text comes any more; cut: because of max_tokens."""
         self._source.ended, self._source.cut = True, cut
         self._advance()
         self._parts.finish()
@@ -97,7 +97,7 @@ class OutputParser:
 
 
 def _forced(source: Source, parts: ParsedParts, calls: Calls) -> Waiting[None]:
-    """Guided output: arguments, or a list of calls. What breaks off, or is none after all, stays as it is."""
+    """Parses guided output: arguments, or a list of calls. Output that breaks off, or is neither, stays unchanged."""
     try:
         if calls.named:
             yield from read_arguments(source, parts, calls.named)

@@ -24,7 +24,7 @@ class Content:
 
 @dataclass(frozen=True)
 class CallBegin:
-    """A tool call begins. Its arguments come in the CallArguments behind it."""
+    """A tool call begins. Its arguments come in the CallArguments after it."""
 
     index: int  # of the call in this answer
     call_id: str
@@ -33,7 +33,7 @@ class CallBegin:
 
 @dataclass(frozen=True)
 class CallArguments:
-    """More of the arguments' JSON text of the call that began last."""
+    """More of the arguments' JSON text of the latest call."""
 
     index: int
     text: str
@@ -53,7 +53,7 @@ class Spaces:
         self._held: list[str] = []  # there may be very many
 
     def before(self, text: str) -> str:
-        """The text so far, but for what was returned before and the spaces at its end."""
+        """Returns the text so far, without earlier returns and the spaces at its end."""
         kept = text.rstrip()
         end = text[len(kept) :]
         if kept:
@@ -63,7 +63,7 @@ class Spaces:
         return kept
 
     def take(self) -> str:
-        """All that are held, which are no more."""
+        """Returns all held spaces, and holds none."""
         taken = "".join(self._held)
         self._held.clear()
         return taken
@@ -73,8 +73,8 @@ class ParsedParts:
     """Collects what a parser finds until take() is called."""
 
     def __init__(self, *, most_calls: int | None = None, id_length: int = 24, keep_spaces: bool = False) -> None:
-        """most_calls: further ones are left out. id_length: characters of a call's id. keep_spaces: also those at the
-        end of a text that a call may follow; else they are no content when it does."""
+        """most_calls: further calls are left out. id_length: characters of a call's id. keep_spaces: keeps spaces at
+        the end of a text even if a call follows; otherwise they are no content then."""
         self._most_calls = most_calls
         self._id_length = id_length
         self._keep_spaces = keep_spaces
@@ -88,7 +88,7 @@ class ParsedParts:
             self._parts.append(Reasoning(text))
 
     def content(self, text: str) -> None:
-        """Spaces wait for more content: those around tool calls are none."""
+        """Adds content. Spaces wait for more content: those around tool calls are dropped."""
         kept = text if self._keep_spaces else self._spaces.before(text)
         if kept:
             self._parts.append(Content(kept))
@@ -108,16 +108,16 @@ class ParsedParts:
         self.in_call = True
 
     def arguments(self, text: str) -> None:
-        """More of the arguments of the call that began last."""
+        """Adds to the arguments of the latest call."""
         if text and not self._most_calls_exceeded:
             self._parts.append(CallArguments(self.num_calls - 1, text))
 
     def end_call(self) -> None:
-        """The call that began last has all its arguments."""
+        """Ends the latest call: it has all its arguments."""
         self.in_call = False
 
     def finish(self) -> None:
-        """Spaces at the end are content where there is no call."""
+        """Ends the answer. Spaces at the end are content if there is no call."""
         spaces = self._spaces.take()
         if spaces and not self.num_calls:
             self._parts.append(Content(spaces))

@@ -1,4 +1,4 @@
-"""Calls as a Python list, of Llama 4."""
+"""Llama 4's calls: a Python list."""
 
 import ast
 import json
@@ -12,8 +12,8 @@ JSON_NAMES = {"true": True, "false": False, "null": None}  # which models write 
 
 
 def pythonic(source: Source, parts: ParsedParts, schemas: Schemas) -> Waiting[None]:
-    """The answer is a list of calls with keyword arguments. It comes when all is there. A longer one than can be read
-    in some milliseconds is content."""
+    """Reads an answer that is a list of calls with keyword arguments. The calls come when the list is whole. A list
+    that takes longer than some milliseconds to read is content."""
     texts: list[str] = []
     yield from source.spaces(texts.append)
     if (yield from source.peek()) != "[":
@@ -41,7 +41,7 @@ def _list_of(text: str) -> list[ast.expr]:
 
 
 def _python_call(node: ast.expr, schemas: Schemas) -> tuple[str, str]:
-    """Name, and arguments as JSON. Malformed for a function that is not offered."""
+    """Returns name, and arguments as JSON. Malformed for a function that is not offered."""
     if not isinstance(node, ast.Call) or node.args or any(word.arg is None for word in node.keywords):
         raise Malformed("no call with keywords")
     values = {word.arg: ast.literal_eval(_WithJsonNames().visit(word.value)) for word in node.keywords}
@@ -49,7 +49,7 @@ def _python_call(node: ast.expr, schemas: Schemas) -> tuple[str, str]:
 
 
 class _WithJsonNames(ast.NodeTransformer):
-    """Puts Python's constants in the place of JSON's."""
+    """Replaces JSON's constants by Python's."""
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(JSON_NAMES[node.id]) if node.id in JSON_NAMES else node

@@ -37,7 +37,7 @@ def thinking(
 ) -> Waiting[bool]:
     """Reads the reasoning, if there is any, and the spaces around it. opened: the prompt has the first tag.
 
-    True where a call, in this form, ended it: the last tag may still come. A text that only looks like a call is
+    Returns True if a call, in this form, ended it: the last tag may still come. A text that only looks like a call is
     reasoning.
     """
     if not opened:
@@ -71,10 +71,10 @@ class Trimmed:
 
 
 def harmony(source: Source, parts: ParsedParts, schemas: Schemas) -> Waiting[None]:
-    """gpt-oss: messages with a header, which names a channel and perhaps a tool, and a body.
+    """Reads gpt-oss's format: messages with a header, which names a channel and perhaps a tool, and a body.
 
-    The prompt ends in the begin of the first header. A text without marks is content, and so is what is said to a tool
-    that is not offered, or is no object.
+    The prompt ends in the begin of the first header. A text without marks is content. So is a message to a tool that is
+    not offered, or whose body is no object.
     """
     header: list[str] = []
     mark = yield from source.starts(" to=")
@@ -95,7 +95,7 @@ def harmony(source: Source, parts: ParsedParts, schemas: Schemas) -> Waiting[Non
 
 
 def _body(source: Source, parts: ParsedParts, name: str, sink: Sink) -> Waiting[str | None]:
-    """Reads a body and the mark behind it. name: of the tool that it is said to; empty for none."""
+    """Reads a body and the mark after it. name: the tool that the message is for; empty for none."""
     if not name:
         return (yield from source.upto(BODY_ENDS, sink))
     spaces: list[str] = []

@@ -51,8 +51,8 @@ class Source:
         return kept
 
     def upto(self, marks: Sequence[str], sink: Sink) -> Waiting[str | None]:
-        """Gives the text before the first of the marks to the sink as it comes, and reads the mark, which it returns.
-        None at the end of the text."""
+        """Gives the text before the first of the marks to the sink as it comes, then reads and returns the mark. None
+        at the end of the text."""
         while True:
             found = [(offset, mark) for mark in marks if (offset := self._text.find(mark, self._offset)) >= 0]
             if found:
@@ -78,7 +78,7 @@ class Source:
             yield
 
     def sees(self, *marks: str) -> Waiting[str | None]:
-        """The mark that the text goes on with, which stays. None where it goes on otherwise."""
+        """Returns the mark with which the text goes on, and leaves it unread. None if there is no mark here."""
         while True:
             for mark in marks:
                 if self._text.startswith(mark, self._offset):
@@ -89,7 +89,7 @@ class Source:
             yield
 
     def starts(self, *marks: str) -> Waiting[str | None]:
-        """Reads one of the marks where the text goes on with it, and returns it. None where it goes on otherwise."""
+        """Reads and returns the mark with which the text goes on. None if there is no mark here."""
         mark = yield from self.sees(*marks)
         self._read(len(mark or ""))
         return mark
@@ -103,19 +103,19 @@ class Source:
         return ends
 
     def peek(self) -> Waiting[str]:
-        """The next character, which stays. Empty at the end."""
+        """Returns the next character, and leaves it unread. Empty at the end."""
         while not self._is_there and not self.ended:
             yield
         return self._text[self._offset : self._offset + 1]
 
     def need(self, mark: str) -> Waiting[None]:
-        """Reads the mark, behind spaces. Malformed where the text goes on otherwise."""
+        """Reads the mark, and spaces before it. Malformed if something else comes."""
         yield from self.spaces()
         if (yield from self.starts(mark)) is None:
             raise Malformed(mark)
 
     def string(self) -> Waiting[str]:
-        """A JSON string's value. Malformed for anything else."""
+        """Reads a JSON string, and returns its value. Malformed for anything else."""
         raw: list[str] = []
         yield from self.value(raw.append)
         try:
@@ -127,8 +127,8 @@ class Source:
         return value
 
     def value(self, sink: Sink) -> Waiting[None]:
-        """Gives the text of one JSON value to the sink as it comes. Malformed where it is none, or where it breaks
-        off. Within it only strings and brackets are looked at."""
+        """Gives the text of one JSON value to the sink as it comes. Malformed if it is none, or breaks off. Within it
+        only strings and brackets are looked at."""
         yield from self.spaces()
         first = yield from self.peek()
         if first == '"':
@@ -139,7 +139,7 @@ class Source:
             yield from self._word(sink)
 
     def _word(self, sink: Sink) -> Waiting[None]:
-        """A number, true, false or null."""
+        """Reads a number, true, false or null."""
         word: list[str] = []
         while True:
             found = NUMBER_END.search(self._text, self._offset)
@@ -155,7 +155,7 @@ class Source:
         sink(text)
 
     def _nested(self, sink: Sink) -> Waiting[None]:
-        """An object or a list."""
+        """Reads an object or a list."""
         open_brackets: list[str] = []
         while True:
             found = PLAIN.match(self._text, self._offset)
@@ -206,7 +206,7 @@ class Source:
 
 
 def _begun(text: str, most: int, marks: Sequence[str]) -> int:
-    """Characters at the end of the text, at most so many, that may be the begin of a mark."""
+    """Returns how many characters at the end of the text, at most so many, may begin a mark."""
     return max(
         (size for mark in marks for size in range(1, min(len(mark), most + 1)) if text.endswith(mark[:size])),
         default=0,

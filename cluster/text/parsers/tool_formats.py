@@ -28,8 +28,8 @@ PYTHON_TAG = "<|python_tag|>"
 
 
 def tagged_call(source: Source, parts: ParsedParts, schemas: Schemas, mark: str) -> Waiting[None]:
-    """<tool_call> … </tool_call> around JSON (Hermes, Qwen), or around XML (Qwen3-Coder, GLM). Qwen3-Coder may leave
-    the opener out."""
+    """Reads <tool_call> … </tool_call> around JSON (Hermes, Qwen), or around XML (Qwen3-Coder, GLM). Qwen3-Coder may
+    leave the opener out."""
     if mark == FUNCTION:
         yield from function_call(source, parts, schemas)
         return
@@ -44,7 +44,8 @@ def tagged_call(source: Source, parts: ParsedParts, schemas: Schemas, mark: str)
 
 
 def json_at_start(source: Source, parts: ParsedParts, schemas: Schemas) -> Waiting[None]:
-    """The answer is one JSON object a call, or several with semicolons between them (Llama 3)."""
+    """Reads one JSON object for each call, or several with semicolons between them, which is the whole answer (Llama
+    3)."""
     before: list[str] = []
     yield from source.spaces(before.append)
     tag = yield from source.starts(PYTHON_TAG)
@@ -63,12 +64,12 @@ def json_at_start(source: Source, parts: ParsedParts, schemas: Schemas) -> Waiti
 
 
 def _nothing(source: Source, parts: ParsedParts, schemas: Schemas) -> Waiting[None]:
-    """Calls may begin anywhere."""
+    """Reads nothing at the start: calls may begin anywhere."""
     yield from ()
 
 
 def _no_call(source: Source, parts: ParsedParts, schemas: Schemas, mark: str) -> Waiting[None]:
-    """There are no openers."""
+    """Reads no call: there are no openers."""
     yield from ()
     raise Malformed(mark)
 
@@ -109,7 +110,7 @@ FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
 def answer(
     source: Source, parts: ParsedParts, schemas: Schemas, form: ToolFormat, stray: tuple[str, ...] = ()
 ) -> Waiting[None]:
-    """Content and calls up to the end of the text. stray: a text that is nothing where it stands first."""
+    """Reads content and calls up to the end of the text. stray: a text that is dropped at the very beginning."""
     yield from form.start(source, parts, schemas)
     while True:
         mark = yield from source.upto((*form.openers, *form.closers, *stray), parts.content)

@@ -1,7 +1,7 @@
 """Calls whose arguments are bare texts between tags: <function=NAME> of Qwen3-Coder, <arg_key> of GLM.
 
-Models leave tags out: the opener of a call, and what closes an argument, a function or a call. A tag that can only come
-next then ends what is open. Arguments come when all are there.
+Models leave tags out: the opener of a call, and the tags that close an argument, a function or a call. A tag that can
+only come next then closes the open ones. Arguments come when all are there.
 """
 
 import json
@@ -33,13 +33,14 @@ class _Arguments:
         self._cut = cut
 
     def text(self, *, cut: bool) -> str:
-        """JSON; of a call that max_tokens has cut off its beginning, so that nobody takes it for whole."""
+        """Returns JSON. A call that max_tokens has cut off has the beginning only, so that nobody takes it for
+        whole."""
         whole = json.dumps(self._values, ensure_ascii=False)
         return whole.removesuffix('"}' if self._cut else "}") if cut else whole
 
 
 def function_call(source: Source, parts: ParsedParts, schemas: Schemas) -> Waiting[None]:
-    """NAME>, parameters, and the end of function and call as far as the model writes them."""
+    """Reads NAME>, parameters, and the end of function and call as far as the model writes them."""
     name = offered((yield from name_before(source, ">")), schemas)
     yield from source.starts(">")
     arguments = _Arguments(schemas[name])
@@ -59,8 +60,8 @@ def function_call(source: Source, parts: ParsedParts, schemas: Schemas) -> Waiti
 def _parameter(
     source: Source, arguments: _Arguments, names: tuple[str, ...], key: str
 ) -> Waiting[tuple[str | None, str]]:
-    """Reads NAME>, unless it is read, and a value. The tag behind it, None at the end of the text, and the next name
-    where the tag has it.
+    """Reads NAME>, unless it has been read, and a value. Returns the tag after it, None at the end of the text, and the
+    next name if the tag has it.
 
     names: tags of all parameters. They end a value whose own end is missing, and so does any that begins a line.
     """
@@ -91,7 +92,7 @@ def _parameter(
 
 
 def pairs_call(source: Source, parts: ParsedParts, schemas: Schemas) -> Waiting[None]:
-    """NAME and pairs of key and value, as GLM 4.5 writes them."""
+    """Reads NAME and pairs of key and value, as GLM 4.5 writes them."""
     name = offered((yield from name_before(source, "<")), schemas)
     arguments = _Arguments(schemas[name])
     mark = yield from source.starts(KEY, TOOL_END)
@@ -103,7 +104,7 @@ def pairs_call(source: Source, parts: ParsedParts, schemas: Schemas) -> Waiting[
 
 
 def _pair(source: Source, arguments: _Arguments) -> Waiting[str | None]:
-    """Reads a key and its value, and the tag behind them. None where the text ends otherwise."""
+    """Reads a key and its value, and the tag after them. None if the text ends otherwise."""
     keys: list[str] = []
     mark = yield from source.upto((KEY_END, VALUE, TOOL_END), keys.append)
     yield from source.spaces()

@@ -214,8 +214,8 @@ HALVES: dict[str, dict[str, object]] = {
 
 
 def config_fields(arch: str, size: str, dtype: str, *, mtp: bool = False) -> dict[str, object]:
-    """config.json without special tokens. arch: of ARCHITECTURES; size: of SIZES; dtype: as config.json names it. mtp:
-    with a layer for multi-token prediction; arch is then of MTP_FIELDS."""
+    """Returns config.json without special tokens. arch: of ARCHITECTURES; size: of SIZES; dtype: as config.json names
+    it. mtp: with a layer for multi-token prediction; arch is then of MTP_FIELDS."""
     sizes = SIZES[size]
     common: dict[str, object] = {
         **sizes,

@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _run(address: str, rows: list[DemoRequest], console: Console) -> float:
-    """Streams all rows at once; seconds from the first request to the last token."""
+    """Streams all rows at once. Returns the seconds from the first request to the last token."""
     async with AsyncClient(address) as client:
         began = time.perf_counter()
         with Live(_streaming(rows), console=console, refresh_per_second=12) as live:

@@ -1,4 +1,4 @@
-"""A cluster of one prefill and one decode worker on this machine's CPU, for a run without a server or a checkpoint."""
+"""A cluster of one prefill and one decode worker on this machine's CPU, for runs without a server or a checkpoint."""
 
 import os
 import tempfile
@@ -23,9 +23,9 @@ def embedded_cluster(
     *,
     is_fresh: bool = False,
 ) -> Iterator[str]:
-    """HOST:PORT of its gateway, until the context ends. model: None makes a tiny Llama of random weights. settings:
-    further keys of the configuration. is_fresh: this process has no threads and has computed nothing, so that it can be
-    forked."""
+    """Yields HOST:PORT of its gateway, until the context ends. model: None makes a tiny Llama of random weights.
+    settings: further keys of the configuration. is_fresh: this process has no threads and has computed nothing, so that
+    it can be forked."""
     with tempfile.TemporaryDirectory(prefix=f"tandem-{name}-") as folder:
         if model is None:
             model = Path(folder) / "model"

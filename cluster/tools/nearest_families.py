@@ -20,7 +20,8 @@ HALF = {"encoder": True}
 
 
 class Family(NamedTuple):
-    """architecture: as config.json names it. has: its structure(). fields: the names that it has beside common ones."""
+    """A served family. architecture: as config.json names it. has: its structure(). fields: names that it has besides
+    common ones."""
 
     architecture: str
     has: frozenset[str]
@@ -38,7 +39,7 @@ def families() -> list[Family]:
 
 
 def nearest_families(values: Mapping[str, Any]) -> str:
-    """A sentence. values: the fields of config.json."""
+    """Returns a sentence that names them. values: the fields of config.json."""
     has, served = structure(values), families()
     alien = has - frozenset().union(*(one.has for one in served))
     if alien:

@@ -71,7 +71,7 @@ def make_checkpoint(
 
 
 def train_tokenizer(vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of at most vocab_size tokens, fewer when SENTENCES run out of pairs."""
+    """Trains a byte-level BPE of at most vocab_size tokens, fewer when SENTENCES run out of pairs."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -90,7 +90,8 @@ def train_tokenizer(vocab_size: int) -> Tokenizer:
 
 
 def random_weights(config: ModelConfig, tokenizer: Tokenizer, seed: int) -> dict[str, Tensor]:
-    """Weights with varied and readable greedy output: only tokens that begin a word have logits apart from 0."""
+    """Returns weights with varied and readable greedy output: only tokens that begin a word have logits apart from
+    0."""
     places = named_weights(config, allocate_parameters(config, torch.device("cpu")))
     _fill(config, places, torch.Generator().manual_seed(seed))
     spoken = [begins_word(tokenizer, token) for token in range(config.vocab_size)]
@@ -99,8 +100,8 @@ def random_weights(config: ModelConfig, tokenizer: Tokenizer, seed: int) -> dict
 
 
 def add_mtp(config: ModelConfig, weights: dict[str, Tensor], seed: int) -> None:
-    """Adds a layer for multi-token prediction. All layers then add little to the embedding, so that a token follows
-    from the last one nearly by itself, which is what the layer passes on."""
+    """Adds a layer for multi-token prediction. All layers then add little to the embedding, so a token follows from the
+    last token alone, nearly, which is what the layer passes on."""
     own, names, hidden = mtp_config(config), MtpNames.of(config), config.hidden_size
     layer = MtpParameters(own, torch.device("cpu"), ALL_DENSE).named(own, names)
     _fill(own, layer, torch.Generator().manual_seed(seed))

@@ -1,4 +1,4 @@
-"""A little prose of our own, on which the tokenizers of random checkpoints are trained."""
+"""Sample prose, on which the tokenizers of random checkpoints are trained."""
 
 SENTENCES = (
     "The harbour wakes before the town does, and the first boats leave while the lamps are still burning.",

@@ -1,4 +1,4 @@
-"""When requests arrive."""
+"""Draws the times at which requests arrive."""
 
 import math
 from collections.abc import Sequence
@@ -7,11 +7,12 @@ import numpy as np
 
 
 def gamma_arrivals(counts: Sequence[int], rate: float, burstiness: float, generator: np.random.Generator) -> np.ndarray:
-    """Seconds from the begin of a load to each arrival, float64, ascending. counts: of the load's parts, in order.
+    """Returns the seconds from the begin of a load to each arrival, float64, ascending. counts: of the load's parts, in
+    order.
 
     The gaps follow a gamma distribution of shape `burstiness`: 1 is a Poisson process, less comes in bursts, more is
-    more even, infinity is a constant gap. Those of each part are scaled so that it lasts count / rate: the offered rate
-    is exact in each.
+    more even, infinity is a constant gap. The gaps of each part are scaled so that it lasts count / rate: the offered
+    rate is exact in each part.
     """
     parts = []
     for count in counts:
@@ -22,7 +23,7 @@ def gamma_arrivals(counts: Sequence[int], rate: float, burstiness: float, genera
 
 
 def scaled_arrivals(times: np.ndarray, rate: float | None) -> np.ndarray:
-    """Recorded times, in seconds, from 0; stretched to a mean of `rate` a second unless it is None."""
+    """Stretches recorded times, in seconds from 0, to a mean of `rate` a second, unless it is None."""
     times = times - times[0]
     if rate is None or times[-1] == 0:
         return times

@@ -1,4 +1,4 @@
-"""The benchmarks of a checkout. The checkout itself has what runs them: `tests.benchmarks.bench.run`."""
+"""Finds the benchmarks of a checkout, which has the code that runs them: `tests.benchmarks.bench.run`."""
 
 import importlib
 import sys

@@ -1,4 +1,4 @@
-"""HTTP connections to one server, and the server-sent events that come over them. The only user of h11.
+"""HTTP connections to one server, and their server-sent events. The only user of h11.
 
 A library for all of HTTP takes several times the processor time for each event, and the load generator must not be what
 is measured.
@@ -25,10 +25,10 @@ OnEvent = Callable[[bytes], None]
 
 
 class HttpConnections:
-    """A pool for one server, as large as the number of calls under way has ever been. For one event loop."""
+    """A pool of connections to one server, as many as there ever were calls at a time. For one event loop."""
 
     def __init__(self, url: str, token: str | None) -> None:
-        """url: http or https, with a path or without one."""
+        """url: http or https, with or without a path."""
         try:
             parts = urlsplit(url.rstrip("/"))
             self._port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -46,7 +46,7 @@ class HttpConnections:
         self._idle: deque[_Connection] = deque()
 
     async def call(self, method: str, path: str, body: bytes, on_event: OnEvent | None) -> bytes:
-        """One call to its end. Each event's data goes to on_event as it comes; other answers are returned.
+        """Makes one call to its end. Each event's data goes to on_event as it comes; other answers are returned.
 
         Raises Refused for a status other than 200, for a connection that breaks, and as on_event does.
         """
@@ -81,7 +81,7 @@ class HttpConnections:
 
 
 class _Connection(asyncio.Protocol):
-    """One call at a time."""
+    """A connection with one call at a time."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport), "a stream's"
@@ -93,7 +93,7 @@ class _Connection(asyncio.Protocol):
         self.idle_since = 0.0
 
     async def ask(self, request: h11.Request, body: bytes, on_event: OnEvent | None) -> bytes:
-        """A call that is cancelled closes the connection, which ends the request at the server."""
+        """Makes a call. Cancelling it closes the connection, which ends the request at the server."""
         self._answer = asyncio.get_running_loop().create_future()
         self._status, self._body, self._on_event = 0, bytearray(), on_event
         self.reusable = False

@@ -40,7 +40,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Answer:
-    """A line of a child. outcome: at the end."""
+    """A line from a child. outcome: at the end."""
 
     missed: int
     outcome: PartOutcome | None = None
@@ -50,7 +50,7 @@ ORDER, ANSWER = TypeAdapter(Order), TypeAdapter(Answer)
 
 
 def default_processes() -> int:
-    """A process for each four cores, up to four."""
+    """Returns the number of processes: one for each four cores, up to four."""
     return min(4, max(1, len(os.sched_getaffinity(0)) // 4))
 
 
@@ -64,7 +64,8 @@ class Generators:
         self._missed: list[int] = []
 
     async def run(self, load: Load, most_missed: int | None) -> PartOutcome:
-        """The load, of all processes together. It stops as soon as more than `most_missed` requests miss the SLO.
+        """Makes the load with all processes together. It stops as soon as more than `most_missed` requests miss the
+        SLO.
 
         Raises BenchmarkFailed when a child ends, and ConfigError for a target that cannot be opened.
         """
@@ -137,7 +138,7 @@ async def run_part(order: Order, tell: Tell) -> PartOutcome:
 
 
 def _together(outcomes: Sequence[PartOutcome]) -> PartOutcome:
-    """busy is that of the busiest process; most_concurrent an upper bound."""
+    """Joins the outcomes. busy is that of the busiest process; most_concurrent is an upper bound."""
     return PartOutcome(
         [timeline for outcome in outcomes for timeline in outcome.timelines],
         Window(
@@ -153,7 +154,7 @@ def _together(outcomes: Sequence[PartOutcome]) -> PartOutcome:
 
 
 async def _serve_parent() -> None:
-    """Obeys until its input ends. The parent sends the next order when it has the outcome of the last."""
+    """Obeys the parent until the input ends. The parent sends the next order when it has the outcome of the last."""
     lines = asyncio.StreamReader(limit=MOST_LINE)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(lines), sys.stdin)
     _say(Answer(0))

@@ -15,8 +15,8 @@ MOST_TOKENS = 1 << 20
 class Lengths:
     """A distribution of whole numbers of tokens, from `low` to `high`, both included.
 
-    With a sigma the logarithm is normal around that of `median`, and what exceeds `high` becomes `high`. With a share
-    that fraction has `high` tokens and the others have `low`. With neither the distribution is uniform.
+    With a sigma the logarithm is normal around that of `median`, and larger numbers become `high`. With a share that
+    fraction has `high` tokens and the others have `low`. With neither the distribution is uniform.
     """
 
     low: int
@@ -43,7 +43,7 @@ class Lengths:
 
     @classmethod
     def parse(cls, name: str, text: str) -> Self:
-        """One of FORMS. UsageError, which calls it `name`, for anything else."""
+        """Parses one of FORMS. UsageError, which calls it `name`, for anything else."""
         kind, *numbers = text.split(":")
         try:
             if kind == "fixed" and len(numbers) == 1:
@@ -70,7 +70,7 @@ class Lengths:
         return lengths
 
     def sample(self, generator: np.random.Generator) -> int:
-        """One length."""
+        """Draws one length."""
         if self.low == self.high:
             return self.low
         if self.share is not None:

@@ -14,15 +14,15 @@ from tandem.cluster.tools.bench.workload import Workload
 TICK_SECONDS = 0.05
 
 Tell = Callable[[int], bool]
-"""Takes the number of measured requests that have missed the SLO so far; whether the load goes on."""
+"""Takes the number of measured requests that have missed the SLO so far. Returns whether the load goes on."""
 
 
 @dataclass(frozen=True)
 class Load:
     """One load. First `warm_up` sessions arrive, then `measured`, then up to `tail`, of which only some are measured.
 
-    The tail keeps the server loaded while measured requests run. It ends with the last of them, and what still runs of
-    it is cancelled. number: see Workload.sessions. rate: requests a second; None is the trace's own.
+    The tail keeps the server loaded while measured requests run. It ends with the last of these, and its running
+    requests are cancelled. number: see Workload.sessions. rate: requests a second; None is the trace's own.
     max_concurrency: an arrival that finds so many requests under way fails at once. timeout: seconds of a request.
     drain: seconds from the last measured arrival until measured requests that still run have failed.
     """

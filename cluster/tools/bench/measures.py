@@ -68,7 +68,8 @@ def numbers_of(timelines: Sequence[Timeline], slo: Slo, overdue: int = 0) -> Num
 
 
 def steady_numbers(window: Window) -> Numbers:
-    """Rates while measured requests arrived; vLLM's count the time until the last of them has ended, too."""
+    """Returns the rates while measured requests arrived; vLLM's count the time until the last of them has ended,
+    too."""
     return {
         "steady_request_throughput": _per(window.requests, window.seconds),
         "steady_output_throughput": _per(window.tokens, window.seconds),
@@ -76,7 +77,7 @@ def steady_numbers(window: Window) -> Numbers:
 
 
 def _latency(name: str, seconds: "Sequence[float] | np.ndarray") -> Numbers:
-    """0 where there is none, as vLLM has it."""
+    """Returns a latency's numbers, 0 without values, as in vLLM."""
     values = np.asarray(seconds if len(seconds) else [0.0]) * 1e3
     numbers = {f"mean_{name}_ms": values.mean(), f"median_{name}_ms": np.median(values), f"std_{name}_ms": values.std()}
     numbers |= {f"p{percent}_{name}_ms": np.percentile(values, percent) for percent in PERCENTILES}

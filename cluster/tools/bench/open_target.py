@@ -18,7 +18,7 @@ CONNECTIONS = 4  # of one process to a gateway
 
 
 def open_target(spec: TargetSpec) -> Target:
-    """Raises ConfigError, UsageError."""
+    """Opens a target. Raises ConfigError, UsageError."""
     token = None if spec.token_file is None else read_token(Path(spec.token_file), "--token-file")
     if spec.urls:
         from tandem.cluster.tools.bench.openai import OpenAiTarget
@@ -51,7 +51,7 @@ class RoundRobin:
 
 
 class GrpcTarget:
-    """tandem's gateway, by its own clients. Each has a connection, for a gateway may have several processes."""
+    """tandem's gateway, called by its own clients. Each has a connection, for a gateway may have several processes."""
 
     def __init__(self, address: str, security: ClientSecurity, spec: TargetSpec) -> None:
         self._clients = [AsyncClient(address, security) for _ in range(CONNECTIONS)]

@@ -36,7 +36,7 @@ class OpenAiTarget:
             self._common["first_token_seconds"] = spec.first_token_seconds
 
     async def served(self) -> Served:
-        """The model of that name, or the first one."""
+        """Returns the model of that name, or the first one."""
         try:
             async with asyncio.timeout(INFO_SECONDS):
                 models = json.loads(await self._connections.call("GET", MODELS, b"", None))["data"]
@@ -80,7 +80,8 @@ class _Answer:
         self._has_usage = self._is_done = False
 
     def take(self, data: bytes) -> None:
-        """A chunk with a choice is a message with tokens, as vLLM counts; one that only names a role is none."""
+        """Takes in an event. A chunk with a choice is a message with tokens, as vLLM counts; one that only names a role
+        is none."""
         if data == LAST:
             self._is_done = True
             return
@@ -100,7 +101,7 @@ class _Answer:
             self._running.drafted_tokens = self._running.accepted_tokens + rejected
 
     def end(self) -> None:
-        """Without a usage each message counts as a token."""
+        """Ends the answer. Without a usage each message counts as a token."""
         if not self._is_done:
             raise Refused(f"the stream ended without {LAST.decode()}")
         if self._needs_ids and not self._running.token_ids:

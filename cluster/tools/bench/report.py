@@ -33,7 +33,7 @@ COLUMNS = (
 
 
 def one_line(numbers: Numbers) -> str:
-    """A load that has just ended."""
+    """Formats a load that has just ended."""
     rate = numbers["request_rate"]
     told = "; stopped early" if numbers["stopped_early"] else ""
     return (
@@ -44,7 +44,7 @@ def one_line(numbers: Numbers) -> str:
 
 
 def print_report(result: Result, slo: Slo) -> None:
-    """A row for each load, by its rate, then the goodput and what makes the numbers doubtful."""
+    """Prints a row for each load, by its rate, then the goodput and the reasons to doubt the numbers."""
     table = Table(title=f"times in ms; SLO: {_slo(slo)}", title_justify="left")
     for column in COLUMNS:
         table.add_column(column, justify="right")
@@ -76,7 +76,7 @@ def check_plots() -> None:
 
 
 def draw_runs(result: Result, slo: Slo, path: Path) -> None:
-    """First tokens, gaps and the part of requests in the SLO, over the offered rate."""
+    """Draws first tokens, gaps and the part of requests in the SLO, over the offered rate."""
     from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
     ordered = sorted(result.runs, key=lambda each: each["request_rate"] or 0.0)

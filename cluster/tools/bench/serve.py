@@ -24,7 +24,7 @@ LEAST_BUDGETED_SECONDS = 4.0  # the same, where the budget is small
 SLACK_SECONDS = 5.0  # what a request may take longer than the SLO has it, before a sweep's trial counts it as failed
 
 Run = Callable[[Load, int | None], Awaitable[PartOutcome]]
-"""Generators.run."""
+"""The type of Generators.run."""
 
 Show = Callable[[Numbers], None]
 
@@ -95,7 +95,8 @@ class Bench:
         return Found(sweep.low or 0.0, sweep.high, min(ends_at, default=0), complete=trial is None)
 
     def _requests_within(self, seconds_left: float, trial: Trial, sweep: Sweep) -> int | None:
-        """Measured arrivals of a trial that is a fair part of what is left; None when too little is left."""
+        """Returns the measured arrivals of a trial that takes a fair part of the time left; None when too little is
+        left."""
         apart = self.options.warm_up_seconds + self._slo_seconds + 1.0
         most = seconds_left - apart
         if most < LEAST_BUDGETED_SECONDS:
@@ -111,7 +112,8 @@ class Bench:
         return self.workload.turns * (one + self.workload.pause)
 
     async def _run(self, rate: float | None, requests: int | None, missed: float | None, drain: float) -> Numbers:
-        """requests: measured ones; None is a whole trace. missed: the fraction of them beyond which it stops."""
+        """Makes a load. requests: measured ones; None: a whole trace. missed: the fraction of them at which it
+        stops."""
         load = self._load(rate, requests, drain)
         measured = load.measured * self.workload.turns
         outcome = await self.run(load, None if missed is None else int(measured * missed + 1e-9))
@@ -165,13 +167,13 @@ class Result:
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """All of it, for JSON."""
+        """Everything, for JSON."""
         goodput = None if self.found is None else self.found.numbers
         return self.described | {"runs": self.runs, "goodput": goodput}
 
 
 async def serve_bench(settings: Settings, embedded: str | None, show: Show) -> Result:
-    """Everything that the settings ask for.
+    """Runs everything that the settings ask for.
 
     embedded: HOST:PORT of a cluster that was started for it. show: gets the numbers of each load. Raises UsageError,
     ConfigError, CallError, BenchmarkFailed.

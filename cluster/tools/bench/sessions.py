@@ -17,7 +17,7 @@ PREFIX, SESSION = 1, 2  # what a stream of random numbers is for
 
 @dataclass(frozen=True)
 class Message:
-    """A part of a chat. text: as a server said it; None where only the tokens are known."""
+    """A part of a chat. text: the server's own; None if only the tokens are known."""
 
     role: str
     token_ids: Sequence[int]
@@ -31,7 +31,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Turn:
-    """One request, which is sent with all that was said before it.
+    """One request, which is sent with all earlier messages.
 
     pause: seconds from the end of the turn before. reusable: tokens at the begin of the prompt that an earlier request
     of the load had, too; the runner adds those of the chat's own history.
@@ -44,7 +44,7 @@ class Turn:
 
 
 Session = tuple[Turn, ...]
-"""The turns of a chat; one where requests stand alone."""
+"""The turns of a chat; a single turn if requests stand alone."""
 
 
 class Sessions(Protocol):
@@ -56,11 +56,11 @@ class Sessions(Protocol):
         ...
 
     def session(self, index: int) -> Session:
-        """The one that arrives as number `index`."""
+        """Returns the session that arrives as number `index`."""
         ...
 
     def arrivals(self, counts: Sequence[int], rate: float | None, burstiness: float) -> np.ndarray:
-        """Seconds to each session of a load whose parts have so many. rate: requests a second."""
+        """Returns the seconds to each session of a load whose parts have so many. rate: requests a second."""
         ...
 
 

@@ -35,7 +35,7 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class Settings:
-    """The command's options, by their names. None stands for what the mix, the server or the machine says."""
+    """The command's options, by their names. None stands for the value of the mix, the server or the machine."""
 
     target: TargetSpec  # with neither grpc nor urls, a cluster is started for this run
     load: LoadOptions
@@ -60,7 +60,7 @@ class Settings:
     vocab_size: int | None
 
     def check(self) -> None:
-        """Raises UsageError for what cannot be understood, before anything is started."""
+        """Raises UsageError for bad options, before anything is started."""
         if self.target.grpc and self.target.urls:
             raise UsageError("give --grpc HOST:PORT, --url URL, or neither, which starts a cluster here")
         if self.mix_name not in MIXES:
@@ -111,7 +111,7 @@ class Settings:
         return self.processes or default_processes()
 
     def workload(self, served: Served) -> Workload:
-        """Raises UsageError."""
+        """Makes the workload. Raises UsageError."""
         prompts, outputs = self.prompt_tokens, self.output_tokens
         return Workload(
             self._mix.prompts if prompts is None else Lengths.parse("--prompt-tokens", prompts),

@@ -1,4 +1,4 @@
-"""The search for the highest rate that keeps the SLO. Pure: it says what to try next, and is told what came of it."""
+"""Searches for the highest rate that keeps the SLO. Pure: it says what to try next, and is told the outcome."""
 
 import math
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ LOWEST, HIGHEST = 1 / 1024, 1024.0  # times the first rate
 
 
 def arrivals_for(precision: float) -> int:
-    """Arrivals of a trial: the number of a Poisson process's arrivals in a window is then as precise."""
+    """Returns the arrivals of a trial: the number of a Poisson process's arrivals in a window is then as precise."""
     return math.ceil(precision**-2)
 
 
@@ -23,10 +23,10 @@ class Trial:
 
 @dataclass
 class Sweep:
-    """Doubles or halves the rate until one rate is kept and another is not, then halves the ratio between them.
+    """Doubles or halves the rate until one rate is kept and another is missed, then halves the ratio between them.
 
-    start: the first rate. precision: the ratio of those two, less 1, at which it ends. arrivals: of a full trial.
-    The rates at the bracket's ends are tried with fewer arrivals at first. A goodput is one of a full trial.
+    start: the first rate. precision: the ratio of those two, less 1, at which it ends. arrivals: of a full trial. The
+    rates at the bracket's ends are tried with fewer arrivals at first. A goodput is one of a full trial.
     """
 
     start: float
@@ -36,7 +36,7 @@ class Sweep:
     _missed: set[float] = field(default_factory=set)
 
     def next(self) -> Trial | None:
-        """None when it is done."""
+        """Returns the next trial; None when it is done."""
         low, high = self.low, self.high
         rough = math.ceil(self.arrivals * ROUGH)
         if low is None and high is None:
@@ -51,7 +51,7 @@ class Sweep:
         return None if self._kept[low] else Trial(low, self.arrivals)
 
     def add(self, trial: Trial, *, kept: bool) -> None:
-        """kept: whether enough of its requests met the SLO."""
+        """Adds an outcome. kept: whether enough of its requests met the SLO."""
         if kept:
             self._kept[trial.rate] = trial.arrivals >= self.arrivals
         else:
@@ -60,12 +60,12 @@ class Sweep:
 
     @property
     def low(self) -> float | None:
-        """The highest rate that was kept, of those below all that were not."""
+        """The highest kept rate below all missed rates."""
         return max((rate for rate in self._kept if rate < (self.high or math.inf)), default=None)
 
     @property
     def high(self) -> float | None:
-        """The lowest rate that was not kept."""
+        """The lowest missed rate."""
         return min(self._missed, default=None)
 
     @property
@@ -74,7 +74,7 @@ class Sweep:
 
     @property
     def trials_left(self) -> int:
-        """About how many are still to come."""
+        """Estimates how many trials are still to come."""
         if self.low is None or self.high is None:
             ratio, more = BRACKET_FACTOR, 2
         else:

@@ -16,7 +16,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True)
 class Served:
-    """The limits that a server reports; None where it reports none."""
+    """The limits that a server reports; None if it reports none."""
 
     model: str
     vocab_size: int | None
@@ -27,11 +27,11 @@ class Target(Protocol):
     """A server, to be used on one event loop and closed there."""
 
     async def served(self) -> Served:
-        """Raises Refused, CallError."""
+        """Returns the server's limits. Raises Refused, CallError."""
         ...
 
     async def stream(self, messages: Sequence[Message], running: Running, timeout: float) -> None:
-        """Sends a request, sets running.sent, and tells `running` of all that comes, to the end of the stream.
+        """Sends a request, sets running.sent, and tells `running` of all messages, to the end of the stream.
 
         Raises Refused when it fails, also when it takes more than `timeout` seconds.
         """

@@ -1,4 +1,4 @@
-"""When what came of a request: while it runs, and as a value afterwards."""
+"""The times of a request's messages: while it runs, and as a value afterwards."""
 
 import base64
 import time
@@ -18,9 +18,9 @@ PERCENTILE = 90  # of a request's gaps, which the SLO bounds
 class Running:
     """One request while it is under way. All times are time.perf_counter()'s, which all processes of a host share.
 
-    due, sent: when it was to be sent, and when it was. arrivals: of each message with tokens.
-    output_tokens: how many came; expected_tokens: how many were asked for. drafted_tokens, accepted_tokens: of
-    speculation, as the server says.
+    due, sent: when it was to be sent, and when it was. arrivals: of each message with tokens. output_tokens: how many
+    came; expected_tokens: how many were asked for. drafted_tokens, accepted_tokens: of speculation, as the server
+    reports.
     """
 
     expected_tokens: int
@@ -40,7 +40,7 @@ class Running:
     is_done: bool = False
 
     def heard(self) -> None:
-        """A message with tokens has come."""
+        """Records a message with tokens."""
         self.arrivals.append(time.perf_counter())
 
     def tokens_within(self, begin: float, end: float) -> float:
@@ -86,7 +86,7 @@ class Timeline:
 
     @cached_property
     def seconds(self) -> np.ndarray:
-        """Seconds from the call to each message with tokens, float64."""
+        """Returns the seconds from the call to each message with tokens, float64."""
         return np.frombuffer(base64.b64decode(self.arrivals), dtype="<f4").astype(np.float64)
 
     @property
@@ -99,7 +99,7 @@ class Timeline:
 
     @property
     def tpot(self) -> float | None:
-        """None for one token."""
+        """The time per output token, in seconds; None for one token."""
         return (self.e2el - self.ttft) / (self.output_tokens - 1) if self.output_tokens > 1 else None
 
     @property
@@ -108,11 +108,12 @@ class Timeline:
 
     @property
     def late(self) -> float:
-        """Seconds that the load generator sent it too late."""
+        """The seconds that the load generator sent it too late."""
         return self.sent - self.due
 
     def meets(self, slo: Slo, *, mean_gap: bool = False) -> bool:
-        """mean_gap: the mean of the gaps counts, as servers are often judged, instead of their p90."""
+        """Returns whether it meets the SLO. mean_gap: the mean of the gaps counts, as servers are often judged, not
+        their p90."""
         if self.error is not None or self.ttft * 1e3 > slo.ttft_ms:
             return False
         if len(self.gaps) == 0:

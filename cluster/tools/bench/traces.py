@@ -24,7 +24,7 @@ HASHED, UNHASHED = 3, 4  # what a stream of random numbers is for
 
 
 class Line(BaseModel):
-    """One request of a trace. Fields of other names are left alone."""
+    """One request of a trace. Fields of other names are ignored."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -44,10 +44,10 @@ class Line(BaseModel):
 
 
 def read_trace(path: Path, most_tokens: int | None = None) -> tuple[list[Line], int]:
-    """The trace's requests in the order of their times, and how many were left out.
+    """Returns the trace's requests in the order of their times, and how many were left out.
 
-    Left out are those whose prompt and output are more than `most_tokens` together. Raises UsageError, which names the
-    line.
+    A request is left out if its prompt and output together have more than `most_tokens`. Raises UsageError, which names
+    the line.
     """
     lines, number = list[Line](), 0
     try:
@@ -74,7 +74,7 @@ def _finding(found: Any) -> str:
 
 @dataclass(frozen=True)
 class TraceSessions:
-    """The requests of a trace. Prompt tokens that no hash id names are like no other's."""
+    """The requests of a trace. Prompt tokens without a hash id are unique."""
 
     lines: list[Line]
     vocabulary: Vocabulary
@@ -92,12 +92,12 @@ class TraceSessions:
         return (Turn((Message("user", tokens),), line.output_length, reusable=self._reusable[index]),)
 
     def arrivals(self, counts: Sequence[int], rate: float | None, burstiness: float) -> np.ndarray:
-        """burstiness is the trace's own."""
+        """Returns the arrivals. burstiness is the trace's own."""
         return scaled_arrivals(np.array([line.timestamp for line in self.lines[: sum(counts)]]) / 1e3, rate)
 
     @cached_property
     def _reusable(self) -> list[int]:
-        """Tokens of each prompt's first blocks that an earlier prompt had."""
+        """Returns for each prompt the tokens of its first blocks that an earlier prompt had."""
         seen: set[int] = set()
         reusable = []
         for line in self.lines:

@@ -14,8 +14,8 @@ from tandem.cluster.tools.bench.traces import Line, TraceSessions, read_trace
 class Workload:
     """Random sessions, or those of a trace.
 
-    most_tokens: of one request, prompt and output together, that the server takes; None where it does not say so.
-    The others are as in RandomSessions.
+    most_tokens: of one request, prompt and output together, that the server takes; None if it does not say so. The
+    others are as in RandomSessions.
     """
 
     prompts: Lengths
@@ -30,7 +30,7 @@ class Workload:
     most_tokens: int | None = None
 
     def check(self) -> None:
-        """Raises UsageError where the server would refuse some of the requests, and for a trace that has none."""
+        """Raises UsageError if the server would refuse some of the requests, or a trace has none."""
         if self.trace is not None:
             _trace(self.trace, self.most_tokens)
             return
@@ -43,12 +43,12 @@ class Workload:
 
     @property
     def num_sessions(self) -> int | None:
-        """None: as many as one likes."""
+        """The number of sessions; None: any number."""
         return None if self.trace is None else len(_trace(self.trace, self.most_tokens)[0])
 
     @property
     def left_out(self) -> int:
-        """Requests of the trace that are too long for the server."""
+        """The number of the trace's requests that are too long for the server."""
         return 0 if self.trace is None else _trace(self.trace, self.most_tokens)[1]
 
     @property
@@ -58,7 +58,7 @@ class Workload:
         return max(line.output_length for line in _trace(self.trace, self.most_tokens)[0])
 
     def sessions(self, load: int) -> Sessions:
-        """load: number of the load; no two loads have a prompt in common."""
+        """Makes the sessions. load: number of the load; no two loads have a prompt in common."""
         vocabulary = Vocabulary(self.vocab_size, self.seed)
         if self.trace is not None:
             return TraceSessions(_trace(self.trace, self.most_tokens)[0], vocabulary, load)

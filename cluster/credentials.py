@@ -18,10 +18,10 @@ StubT = TypeVar("StubT")
 
 @dataclass(frozen=True)
 class ServerSecurity:
-    """Paths; None where the gateway does without. client_ca: clients must show a certificate that it signed.
+    """Paths of the gateway's files; None: it does without. client_ca: clients must show a certificate that it signed.
 
-    api_key: the token itself, in place of a file.
-    salt_by_token: callers share cached prefixes only with those that show the same token.
+    api_key: the token itself, in place of a file. salt_by_token: callers share cached prefixes only with those that
+    show the same token.
     """
 
     token_file: str | None = None
@@ -32,7 +32,7 @@ class ServerSecurity:
     api_key: str | None = field(default=None, repr=False)
 
     def check(self) -> None:
-        """ConfigError for a file that cannot be read or used."""
+        """Raises ConfigError for a file that cannot be read or used."""
         self.token()
         self.tls("h2")
 
@@ -86,13 +86,13 @@ class ClientSecurity:
 
 
 def read_token(path: Path, name: str) -> str:
-    """The one line of a token file. ConfigError unless only its owner may read it and it is long enough. name: of the
-    key or the option that gives the file."""
+    """Reads the one line of a token file. ConfigError unless only its owner may read it and it is long enough. name: of
+    the key or the option that gives the file."""
     return check_token(f"{name} {path}", _read_private(name, str(path)).decode("ascii", "replace").strip())
 
 
 def check_token(source: str, token: str) -> str:
-    """The token. ConfigError, which does not show it, unless it is long enough."""
+    """Returns the token. ConfigError, which does not show the token, unless it is long enough."""
     if len(token) < MIN_TOKEN_LENGTH or not token.isprintable() or " " in token or not token.isascii():
         raise ConfigError(
             f"{source} holds {len(token)} characters; at least {MIN_TOKEN_LENGTH} of printable ASCII without "
@@ -109,7 +109,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _read_pair(section: str, key: str, certificate: str) -> tuple[bytes, bytes]:
-    """The key and its certificate; gRPC would only say that it cannot open the port."""
+    """Reads the key and its certificate, and checks them: gRPC would only say that it cannot open the port."""
     pair = _read_private(f"{section}tls_key", key), _read(f"{section}tls_cert", certificate)
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

@@ -17,8 +17,8 @@ from tandem.proto.sampling import Sampling
 
 @dataclass(frozen=True)
 class Fork:
-    """A prompt: the first `position` tokens, prompt and output, of a request that runs, and token_ids behind them. See
-    Fork in inference.proto.
+    """A prompt of the first `position` tokens, prompt and output, of a running request, followed by token_ids. See Fork
+    in inference.proto.
 
     position None: all that the parent's client has been sent. index: of the parent's answer.
     """
@@ -33,7 +33,7 @@ WrittenPrompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 Prompt = WrittenPrompt | Fork
 HalfPrompt = str | Sequence[int]
 HALVES = ("encoder_prompt", "decoder_prompt")
-"""Options of a model with an encoder, text or token ids each."""
+"""Options of a model with an encoder. Each is text or token ids."""
 
 CLIENT_ID_KEY = "client-id"
 MAX_MESSAGES = 16_384  # of a chat: whoever walks them holds up others
@@ -64,7 +64,7 @@ AS_JSON: Mapping[str, tuple[type, Callable[[Any], object], str]] = MappingProxyT
         "tools": (Sequence, list, "a list of functions, as OpenAI describes them, that JSON can hold"),
     }
 )
-"""Options that travel as JSON: what they may be, what becomes of that, and it in words. JSON's text is taken, too."""
+"""Options that travel as JSON: their type, the conversion, and the type in words. JSON text is accepted, too."""
 
 
 class PromptOptions(TypedDict, total=False):
@@ -87,18 +87,18 @@ PROMPT_OPTIONS = tuple(PromptOptions.__annotations__)
 
 
 class Options(Sampling, PromptOptions, total=False):
-    """All that a client may say of one request, for type checkers."""
+    """All options of one request, for type checkers."""
 
 
 def accepted_value(name: str) -> str:
-    """The values that a sampling parameter's field can hold, in words. KeyError for an unknown parameter."""
+    """Describes the values that a sampling parameter's field can hold. KeyError for an unknown parameter."""
     return ACCEPTED_BY_NAME.get(name) or ACCEPTED[inference_pb2.SamplingParams.DESCRIPTOR.fields_by_name[name].type]
 
 
 def build_request(
     prompt: Prompt | None, sampling: Mapping[str, Any], request_id: str | None, cache_salt: str | None = None
 ) -> inference_pb2.GenerateRequest:
-    """prompt: text, token ids, chat messages with role and content, or a Fork; None beside encoder_prompt. sampling: by
+    """prompt: text, token ids, chat messages with role and content, or a Fork; None with encoder_prompt. sampling: by
     the names of Options. Raises InvalidRequest."""
     request = inference_pb2.GenerateRequest()
     for field, text in (("request_id", request_id), ("cache_salt", cache_salt)):
@@ -166,7 +166,8 @@ def _set_half(half: inference_pb2.Prompt, name: str, value: Any) -> None:
 
 
 def _guided(value: Any) -> inference_pb2.Guided:
-    """A schema may be a mapping, too. Beside its kind it may have thinking, by the names of that message."""
+    """Makes the message. A schema may be a mapping, too. Next to its kind it may have thinking, by the names of that
+    message."""
     thinking = value.get("thinking")
     ((kind, given),) = ((name, held) for name, held in value.items() if name != "thinking")
     content: Any = given
@@ -181,7 +182,7 @@ def _guided(value: Any) -> inference_pb2.Guided:
 
 
 def _message(turn: Mapping[str, Any]) -> inference_pb2.ChatMessage:
-    """Fields other than role and content are the template's: tool_calls, say."""
+    """Makes the message. Fields other than role and content go to the template: tool_calls, say."""
     role, content = turn["role"], turn.get("content")
     rest = {name: value for name, value in turn.items() if name not in ("role", "content")}
     fields = json.dumps(rest) if rest else ""

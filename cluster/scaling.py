@@ -94,8 +94,8 @@ class WorkerChange:
 
 
 def plan_change(now: Mapping[int, Role], shape: Shape, *, turn: bool = True) -> WorkerChange:
-    """now: the role of each PE. As many workers as possible stay as they are, lower PEs first. turn: as many as
-    possible of the others get another role."""
+    """Plans the change. now: the role of each PE. As many workers as possible stay as they are, lower PEs first. turn:
+    as many as possible of the others get another role."""
     pes = sorted(now)
     kept = keep_members([now[pe] for pe in pes], shape.roles, turn=turn)
     taken = {pes[old]: role for old, role in zip(kept, shape.roles, strict=True) if old is not None}
@@ -133,7 +133,7 @@ class ScaleOrders:
         return self._futures[0]
 
     def take(self) -> "tuple[ScaleOrder, Future[ScaleOutcome]]":
-        """The first order; only when `first` is done."""
+        """Returns the first order. Call it only when `first` is done."""
         with self._lock:
             return self._futures.popleft().result()
 

@@ -26,7 +26,7 @@ class ServedModel:
         return self.limits.pool_tokens // self.limits.page_size
 
     def with_pages(self, num_pages: int) -> "ServedModel":
-        """The same model on workers whose pools have so many pages."""
+        """Returns the model for workers whose pools have so many pages."""
         return replace(self, limits=replace(self.limits, pool_tokens=num_pages * self.limits.page_size))
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The one place that says which adapters a cluster serves."""
+"""Decides which adapters a cluster serves."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -13,14 +13,14 @@ TELL_SECONDS = 5.0  # for each gateway process to hear of a change
 
 
 class AdapterBook:
-    """Owned by the cluster's launcher, or by a gateway process without one. From any thread.
+    """The set of served adapters. The launcher owns it, or a gateway process without a launcher. Any thread may use it.
 
-    Gateway processes of all hosts order changes here and are told each new set, so they agree. Of two changes of a name
-    at a time the second is refused.
+    Gateway processes of all hosts order changes here and are told each new set, so they agree. While a name changes, a
+    second change of it is refused.
     """
 
     def __init__(self, most: int, adapters: AdapterSet) -> None:
-        """most: adapters at a time (adapters.max_adapters). adapters: those of the start."""
+        """most: the most adapters at a time (adapters.max_adapters). adapters: the adapters of the start."""
         self._most = most
         self._lock = Lock()
         self._set = adapters
@@ -30,7 +30,7 @@ class AdapterBook:
         return self._set
 
     def change(self, order: AdapterOrder) -> AdapterSet:
-        """The set behind the change. Raises AdapterRefused and UnknownModel where it cannot be."""
+        """Returns the set after the change. Raises AdapterRefused and UnknownModel if the change is not possible."""
         with self._lock:
             known = dict(self._set.by_name)
             before = known.pop(order.name, None)
@@ -50,16 +50,17 @@ class AdapterBook:
 
 
 class AdapterOrders:
-    """Takes the orders of all gateway processes, in the launcher. From any thread."""
+    """Carries out the orders of all gateway processes, in the launcher. Any thread may use it."""
 
     def __init__(self, book: AdapterBook, tell: Callable[[AdapterSet], Sequence["Future[Any]"]]) -> None:
-        """tell: begins to tell a set to all gateway processes; the calls under way."""
+        """tell: begins to tell a set to all gateway processes, and returns the calls under way."""
         self._book = book
         self._tell = tell
 
     def take(self, order: AdapterOrder) -> "Future[AdapterSet]":
-        """Does not block. Done once all processes know of the change, or TELL_SECONDS later: one that does not answer
-        is stopped, and hears of it when it goes on. Who is refused knows what the name stands for instead."""
+        """Does not block. Done once all processes know of the change, or TELL_SECONDS later: a process that does not
+        answer is stopped, and hears of the change when it goes on. A refused process knows what the name stands for
+        instead."""
         outcome: Future[AdapterSet] = Future()
         refusal: TandemError | None = None
         try:

@@ -12,8 +12,8 @@ PICKLE = "adapter_model.bin"
 
 
 def check_folder(folder: Path, max_rank: int) -> int:
-    """The adapter's largest rank. All that can be said without torch and the model. Raises InvalidRequest, which names
-    the file and the field."""
+    """Returns the adapter's largest rank, after all checks that need no torch and no model. Raises InvalidRequest,
+    which names the file and the field."""
     try:
         config = PeftConfig.read(folder)
     except (ModelError, UnicodeDecodeError) as error:
@@ -32,7 +32,8 @@ def check_folder(folder: Path, max_rank: int) -> int:
 
 
 def read_folder(name: str, folder: Path, max_rank: int) -> Adapter:
-    """The adapter of adapters.folders, with the digest that workers find. ConfigError for a folder that holds none.
+    """Returns an adapter of adapters.folders, with the digest that workers compute. ConfigError for a folder without an
+    adapter.
 
     Reads the whole file. Imports torch.
     """

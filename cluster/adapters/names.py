@@ -9,10 +9,10 @@ MOST_SHOWN = 8  # names in an error
 
 
 class ServedNames:
-    """One gateway process's view. Owned by its event loop; other threads may look names up."""
+    """The served names as one gateway process knows them. Owned by its event loop; other threads may look names up."""
 
     def __init__(self, model: Sequence[str], adapters: AdapterSet | None = None, *, settled: bool = True) -> None:
-        """model: names of the served model; answers have the first. settled: no update() is on its way."""
+        """model: names of the served model; answers carry the first. settled: no update() is on its way."""
         self.model = tuple(model)
         self._adapters = adapters or AdapterSet()
         self._settled = settled
@@ -22,7 +22,7 @@ class ServedNames:
         return self._adapters
 
     def update(self, adapters: AdapterSet) -> bool:
-        """Takes a set unless it is older than the last one; whether it was taken."""
+        """Takes a set unless it is older than the last one. Returns whether it was taken."""
         self._settled = True
         if adapters.version <= self._adapters.version:
             return False
@@ -46,12 +46,12 @@ class ServedNames:
         return adapter
 
     def answer(self, asked: str | None) -> str:
-        """The model that answers to a request name. UnknownModel as adapter()."""
+        """Returns the name in answers to a request. UnknownModel as adapter() raises it."""
         adapter = self.adapter(asked)
         return self.model[0] if adapter is None else adapter.name
 
     def check(self, digest: bytes) -> None:
-        """AdapterRefused unless a name stands for these weights still. Empty: those of the model itself."""
+        """Raises AdapterRefused unless some name still stands for these weights. Empty: the model's own weights."""
         if digest and not self._adapters.has_digest(digest):
             raise AdapterRefused(
                 f"the adapter of the request (digest {digest.hex()}) was removed, or its name was loaded with other "
@@ -60,7 +60,7 @@ class ServedNames:
 
 
 def shown(names: Sequence[str]) -> str:
-    """All names in words, of many the first ones, with their verb."""
+    """Lists the names in words, with their verb. Of many names it lists the first ones."""
     more = len(names) - MOST_SHOWN
     if more > 0:
         return f"{', '.join(map(repr, names[:MOST_SHOWN]))} and {more} more are"

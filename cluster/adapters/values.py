@@ -11,7 +11,7 @@ NAME = re.compile(r"[^\s/\x00-\x1f\x7f](?:[^\x00-\x1f\x7f]*[^\s/\x00-\x1f\x7f])?
 
 
 def check_name(name: str) -> str:
-    """The name itself. ValueError for one that no adapter may have."""
+    """Returns the name. ValueError for a name that no adapter may have."""
     if len(name) > MAX_NAME or not NAME.fullmatch(name):
         raise ValueError(f"must be a name of 1 … {MAX_NAME} characters, without control characters or / at its ends")
     return name
@@ -49,7 +49,7 @@ def _thawed(version: int, by_name: dict[str, Adapter]) -> AdapterSet:
 
 @dataclass(frozen=True)
 class AdapterOrder:
-    """A change of the set: the name stands for this adapter from now on, or for none.
+    """A change of the set: the name stands for this adapter from now on, or for no adapter.
 
     A gateway process gives it when all workers hold the adapter; see AdapterBook.
     """

@@ -1,4 +1,4 @@
-"""tandem's own client: what a program imports to talk to a gateway."""
+"""tandem's own client, by which a program talks to a gateway."""
 
 from tandem.cluster.client.client import AsyncClient, Client
 from tandem.cluster.protocol import Fork

@@ -54,7 +54,7 @@ AdaptersT = TypeVar("AdaptersT")
 
 @dataclass(frozen=True)
 class _Gateway:
-    """A connection to one. It is opened with the first call."""
+    """A connection to one gateway. It is opened with the first call."""
 
     address: str
     channel: Any
@@ -109,7 +109,7 @@ class _Connection(ABC, Generic[UpdatesT, ModelT, ClusterT, ScaledT, MetricsT, Tr
         return _Gateway(address, channel, inference, security.authorize(admin_pb2_grpc.AdminStub(channel)))
 
     def _leave(self, gone: _Gateway) -> None:
-        """The next one is used from now on, unless another call has seen to it."""
+        """Switches to the next gateway, unless another call has done so already."""
         if self._gateway is gone:
             self._used = (self._used + 1) % len(self._gateways)
 
@@ -124,7 +124,7 @@ class _Connection(ABC, Generic[UpdatesT, ModelT, ClusterT, ScaledT, MetricsT, Tr
     ) -> UpdatesT:
         """Sends the request when first iterated; closing the generator cancels it. timeout in seconds.
 
-        cache_salt: only requests of the same one share cached prefixes; at most 256 characters.
+        cache_salt: only requests with equal salts share cached prefixes; at most 256 characters.
         """
         return self._updates(build_request(prompt, sampling, request_id, cache_salt), timeout)
 
@@ -143,7 +143,7 @@ class _Connection(ABC, Generic[UpdatesT, ModelT, ClusterT, ScaledT, MetricsT, Tr
         return self._ask(lambda one: one.admin.GetMetrics, admin_pb2.GetMetricsRequest(), timeout)
 
     def trace(self, request_id: str, timeout: float = INFO_SECONDS) -> TraceT:
-        """The spans of a request that has ended; without any where no gateway process keeps them."""
+        """Returns the spans of a request that has ended; an empty trace if no gateway process keeps them."""
         return self._ask(lambda one: one.admin.GetTrace, admin_pb2.GetTraceRequest(request_id=request_id), timeout)
 
     def add_adapter(
@@ -151,14 +151,15 @@ class _Connection(ABC, Generic[UpdatesT, ModelT, ClusterT, ScaledT, MetricsT, Tr
     ) -> AdapterT:
         """Serves the LoRA adapter in a PEFT folder under a name, which requests give as their model.
 
-        load_inplace: it takes the place of other weights of that name. Raises InvalidRequest and AdapterRefused; then
+        load_inplace: the adapter replaces other weights of that name. Raises InvalidRequest and AdapterRefused; then
         nothing has changed.
         """
         request = adapter_request(name, path, load_inplace=load_inplace)
         return self._ask(lambda one: one.admin.AddAdapter, request, timeout)
 
     def remove_adapter(self, name: str, *, timeout: float = ADAPTER_SECONDS) -> AdapterT:
-        """New requests that name the adapter are refused. Raises UnknownModel where there is none of that name."""
+        """Stops serving an adapter: new requests that name it are refused. Raises UnknownModel if no adapter has that
+        name."""
         request = admin_pb2.UnserveAdapterRequest(name=name)
         return self._ask(lambda one: one.admin.RemoveAdapter, request, timeout)
 
@@ -176,8 +177,8 @@ class _Connection(ABC, Generic[UpdatesT, ModelT, ClusterT, ScaledT, MetricsT, Tr
     ) -> ScaledT:
         """Gives a running island another shape and returns when it serves again; None leaves a role as it is.
 
-        island may be empty where there is one. num_islands: alone, of the whole cluster; returns when the new ones
-        serve, or when those that go have ended. Raises ScaleRefused when all keep serving as before.
+        island may be empty if there is only one. num_islands: of the whole cluster, without other numbers; returns when
+        the new islands serve, or when the leaving ones have ended. Raises ScaleRefused; then all serve as before.
         """
         return self._ask(
             lambda one: one.admin.Scale, scale_request(island, num_prefill, num_decode, num_islands), timeout
@@ -185,13 +186,14 @@ class _Connection(ABC, Generic[UpdatesT, ModelT, ClusterT, ScaledT, MetricsT, Tr
 
     @abstractmethod
     def _ask(self, call: Callable[[_Gateway], Any], request: Message, timeout: float) -> Any:
-        """The answer of a call with one answer, of the first gateway that is there."""
+        """Makes a call with one answer, at the first gateway that is there."""
 
     @abstractmethod
     def _updates(self, request: inference_pb2.GenerateRequest, timeout: float) -> UpdatesT: ...
 
     def _pause(self, error: grpc.RpcError, resumption: Resumption, gateway: _Gateway, timeout: float) -> float | None:
-        """Seconds until a request whose stream broke is sent again; None when all of it has come. Raises CallError."""
+        """Returns the seconds until a request whose stream broke is sent again; None when all of it has come. Raises
+        CallError."""
         if resumption.finished:
             return None
         pause = resumption.pause(error, self._answered)
@@ -214,7 +216,7 @@ class Client(
         admin_pb2.ListAdaptersResponse,
     ]
 ):
-    """A gateway at HOST:PORT, or several, for use from any thread: `with Client(address) as client: …`."""
+    """A blocking client for one or more gateways, for use from any thread: `with Client(address) as client: …`."""
 
     _grpc = grpc
 
@@ -242,7 +244,7 @@ class Client(
         timeout: float = GENERATE_SECONDS,
         **options: Unpack[EmbedOptions],
     ) -> Embeddings:
-        """Embeddings of texts or token ids, one or a list of them. options: as docs/http-and-grpc.md has them."""
+        """Embeds texts or token ids, one or a list of them. options: see docs/http-and-grpc.md."""
         request = embed_request(inputs, options, request_id, cache_salt)
         return embeddings_of(self._embed(request, timeout), len(request.inputs))
 

@@ -100,7 +100,7 @@ class GenerateUpdate:
 
 
 def split_addresses(address: str | Sequence[str]) -> list[str]:
-    """One or several HOST:PORT. ConfigError for none."""
+    """Splits one or several HOST:PORT. ConfigError if there is none."""
     given = address.split(",") if isinstance(address, str) else [*address]
     found = [one.strip() for one in given]
     if not all(found) or not found:
@@ -187,12 +187,13 @@ def call_error(address: str, error: grpc.RpcError, request: Message, timeout: fl
 
 
 def retry_advice(error: grpc.RpcError) -> float | None:
-    """After how many seconds the gateway wants a call again. Only calls that it has not begun have such an advice."""
+    """Returns the seconds after which the gateway wants the call again. Only calls that it has not begun have such an
+    advice."""
     metadata: Any = error.trailing_metadata() or ()
     advised = str(dict(metadata).get(RETRY_AFTER_KEY, ""))
     return int(advised) / 1000 if advised.isdecimal() else None
 
 
 def fields_of(message: Any) -> dict[str, Any]:
-    """All of a message, by name."""
+    """Returns all fields of a message, by name."""
     return {field.name: getattr(message, field.name) for field in message.DESCRIPTOR.fields}

@@ -69,10 +69,10 @@ class Resumption:
     def pause(self, error: grpc.RpcError, answered: bool) -> float | None:
         """Returns the seconds to wait before the request is sent again, or None if it failed.
 
-        A request that may have begun is changed to resume. One that was refused with an advice has not begun. A full
-        queue does not fail a request that was admitted before either: all requests come back at once. UNAVAILABLE comes
-        from the connection, or from a cluster that ends and may be started again. Without an answer or a connection
-        ever, there is soon no gateway.
+        A request that may have begun is changed to resume. A request that was refused with an advice has not begun. A
+        full queue does not fail a request that was admitted before: all requests come back at once. UNAVAILABLE comes
+        from the connection, or from a cluster that ends and may start again. A request that never had an answer or a
+        connection soon fails.
         """
         now, kind, advice = time.monotonic(), error_of(error), retry_advice(error)
         self._failing_since = now if self._failing_since is None else self._failing_since
@@ -109,7 +109,7 @@ class Resumption:
         return inference_pb2.Resume(answers=answers, adapter=self._adapter)
 
     def _longer_each_time(self, advice: float) -> float:
-        """Never less than the advice, unlike for each client, and early enough for another try."""
+        """Returns a pause of at least the advice, different for each client, and early enough for another try."""
         pause = max(advice, min(max(advice, RETRY_SECONDS) * 2**self._refusals, LONGEST_PAUSE))
         self._refusals += 1
         return min(pause * random.uniform(1.0, 2.0), max(advice, self.seconds_left / 2))

@@ -93,7 +93,7 @@ class ClusterConfig(Section):
 
     @model_validator(mode="after")
     def _is_reached(self) -> Self:
-        """Gateways of other hosts, by workers and by what they look for."""
+        """Checks that gateways on other hosts can reach the workers, and that keys for such hosts have a use."""
         gateway = self.gateway
         if gateway.nodes == "launcher":
             for key in ("node_resources", "node_labels"):
@@ -217,7 +217,7 @@ def load_config(
     overrides: Mapping[str, Any] | Sequence[str] = (),
     environ: Mapping[str, str] = MappingProxyType({}),
 ) -> ClusterConfig:
-    """Reads a cluster's YAML, lays the environment's keys over it, and overrides over both; None is an empty file.
+    """Reads a cluster's YAML, then applies the environment's keys, then overrides; None is an empty file.
 
     overrides: dotted keys and values, or `dotted.key=value` with the value in YAML. environ: see environment_keys().
     Raises ConfigError with one line for each finding.

@@ -13,7 +13,7 @@ ScoreTokens = Annotated[list[str], Field(min_length=2, max_length=2, json_schema
 
 
 def _has_places(template: str) -> str:
-    """{document} comes last, because a document may be cut."""
+    """Checks the template's placeholders. {document} comes last, because a document may be cut."""
     wrong = [place for place in PLACES if template.count(place) != 1]
     if wrong or template.index("{document}") < max(map(template.find, ("{query}", "{instruction}"))):
         raise ValueError("must have {query} and, behind it, {document} once each; {instruction} may stand before both")

@@ -13,7 +13,8 @@ SECRETS = ("api_key",)
 
 
 def explain(finding: ErrorDetails, config: type[BaseModel]) -> str:
-    """One line for one of pydantic's findings about a `config`: dotted key, value received, what would be accepted."""
+    """Describes one of pydantic's findings about a `config` in a line: dotted key, value received, what would be
+    accepted."""
     location = [str(part) for part in finding["loc"]]
     if not location:  # of the whole config: the message names its keys itself
         return finding["msg"].removeprefix("Value error, ")
@@ -46,7 +47,7 @@ def explain_yaml(error: yaml.YAMLError) -> str:
 
 
 def shown(value: object) -> str:
-    """A value of up to MAX_SHOWN characters, whatever it is."""
+    """Shows a value, whatever it is, in up to MAX_SHOWN characters."""
     short = reprlib.Repr()  # repr() of YAML's aliases may grow without bound
     short.maxstring = short.maxother = short.maxlong = MAX_SHOWN
     return cut("null" if value is None else short.repr(value))
@@ -83,7 +84,8 @@ def _is_section(config: type[BaseModel], location: Sequence[str]) -> bool:
 
 
 def _near(config: type[BaseModel], section: type[BaseModel], location: Sequence[str]) -> list[str]:
-    """Dotted keys that may be meant: a like name in the same section, else the same name, or a like one, in others."""
+    """Returns dotted keys that may be meant: a similar name in the same section, else an equal or similar name
+    elsewhere."""
     *before, name = location
     if near := difflib.get_close_matches(name, section.model_fields, n=1, cutoff=0.8):
         return [".".join([*before, near[0]])]
@@ -96,7 +98,7 @@ def _near(config: type[BaseModel], section: type[BaseModel], location: Sequence[
 
 
 def _keys(config: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """All dotted keys."""
+    """Yields all dotted keys."""
     for name, field in config.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             yield from _keys(field.annotation, f"{prefix}{name}.")

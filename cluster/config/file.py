@@ -1,6 +1,6 @@
 """Reads a cluster's YAML, and overrides of its keys from options and the environment.
 
-Raises ConfigError for what is not of that form.
+Raises ConfigError for anything malformed.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -46,7 +46,7 @@ def _load_yaml(text: str) -> Any:
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """The dotted key and the value of `dotted.key=value`."""
+    """Splits `dotted.key=value` into the key and the value."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ConfigError(f"--set is {shown(text)}; it must be KEY=VALUE, such as cache.page_size=32")
@@ -59,11 +59,11 @@ def parse_override(text: str) -> tuple[str, Any]:
 def environment_keys(
     environ: Mapping[str, str], sections: Iterable[str], is_text: Callable[[str], bool]
 ) -> list[tuple[str, tuple[str, Any]]]:
-    """Each variable that gives a key, with the dotted key and its value: `TANDEM_GATEWAY__PORT=8080` is gateway.port.
+    """Returns each variable that sets a key, with the dotted key and its value: `TANDEM_GATEWAY__PORT=8080` is
+    gateway.port.
 
-    Two underscores stand for the dot. The value is YAML, as that of --set; for a key of which is_text() says that it
-    takes text, digits are text, too. Other variables that begin with TANDEM_ and
-    have no two underscores are not for here.
+    Two underscores stand for the dot. The value is YAML, as with --set. For a key that takes text, by is_text(), digits
+    are text, too. Variables that begin with TANDEM_ and have no two underscores are for other uses.
     """
     found: list[tuple[str, tuple[str, Any]]] = []
     for variable in sorted(name for name in environ if name.startswith(PREFIX)):
@@ -80,7 +80,7 @@ def environment_keys(
 
 
 def put(values: dict[str, Any], key: str, value: Any) -> None:
-    """Sets the value of a dotted key; sections that are missing are made."""
+    """Sets the value of a dotted key, and adds missing sections."""
     *sections, name = key.split(".")
     for depth, section in enumerate(sections, start=1):
         if values.get(section) is None:

@@ -12,7 +12,7 @@ SNAPSHOT = re.compile(r"models--(.+?)--(.+)")
 
 
 def usable_path(path: str) -> str:
-    """The path itself. ValueError for one that no file can have."""
+    """Returns the path. ValueError for a path that no file can have."""
     names = Path(path).parts
     if "\0" in path or len(os.fsencode(path)) > MAX_PATH or any(len(os.fsencode(name)) > MAX_NAME for name in names):
         raise ValueError(f"must be a path of at most {MAX_PATH} bytes, at most {MAX_NAME} in each name, without NUL")
@@ -20,9 +20,9 @@ def usable_path(path: str) -> str:
 
 
 def find_model(path: str) -> str:
-    """The absolute path of a folder, or of the snapshot that a hub id has in the cache, HF_HUB_CACHE or HF_HOME.
+    """Returns the absolute path of a folder, or of a hub id's snapshot in the cache, HF_HUB_CACHE or HF_HOME.
 
-    A folder of that name comes first. An id that is not in the cache is taken for a path, too.
+    A folder of that name comes first. An id that is not in the cache counts as a path, too.
     """
     folder = Path(usable_path(path)).expanduser()
     if HUB_ID.fullmatch(path) and not folder.exists():

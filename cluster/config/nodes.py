@@ -8,7 +8,7 @@ from tandem.cluster.config.units import Section
 
 
 class GatewayNodes(Section):
-    """The part of `gateway` that is about hosts."""
+    """The keys of `gateway` that are about hosts."""
 
     host: str = "127.0.0.1"
     """address to listen on; gateways on other hosts also use 0.0.0.0, :: or loopback, and otherwise their own host's

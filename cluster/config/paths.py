@@ -9,7 +9,7 @@ from tandem.cluster.config.model import usable_path
 
 
 def _resolve(path: str) -> str:
-    """Workers do not share the caller's working directory."""
+    """Makes the path absolute: workers do not share the caller's working directory."""
     return str(Path(usable_path(path)).expanduser().resolve())
 
 

@@ -12,8 +12,8 @@ from tandem.workers.models.sharding import shard_config
 
 
 def check_ranks(island: IslandSection, models: Sequence[ModelConfig | None]) -> None:
-    """models: the one that is served, and the one that drafts. ConfigError, which says what would fit, unless the ranks
-    of each role can divide them."""
+    """Raises ConfigError, which says what would fit, unless the ranks of each role can divide the models. models: the
+    served model and the drafting one."""
     for key in ("prefill_ranks", "decode_ranks"):
         ranks = getattr(island, key)
         if why := _refusal(ranks, models):

@@ -1,4 +1,4 @@
-"""The section of a cluster's configuration that says what changes its islands by itself."""
+"""The section of a cluster's configuration for the scaling policy."""
 
 from typing import Self
 

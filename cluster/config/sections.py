@@ -239,7 +239,7 @@ class RecordSection(Section):
 
 
 class SecuritySection(Section):
-    """Whoever can reach the gateway may use it, unless it asks for a token."""
+    """Access to the gateway. Anyone who can reach it may use it, unless it asks for a token."""
 
     token_file: ResolvedPath | None = None
     """file with the bearer token that every call must carry; readable by its owner only"""
@@ -307,13 +307,13 @@ class RecoverySection(Section):
 
     @property
     def silent_seconds(self) -> float:
-        """Longest silence between hosts. TCP sends again after pauses that double, so a link that was down may stay
-        silent for as long again."""
+        """Longest silence between hosts. TCP retries after pauses that double, so a link that was down may stay silent
+        for twice the time."""
         return 2 * self.partition_seconds + 1
 
     @property
     def cut_off_seconds(self) -> float:
-        """The silence after which a host counts as cut off. What its workers do in between ends with silent_seconds."""
+        """The silence after which a host counts as cut off. Its workers end themselves before, after silent_seconds."""
         return self.silent_seconds + 3
 
 

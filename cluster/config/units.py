@@ -37,7 +37,7 @@ Workers = Annotated[int, Field(ge=1, json_schema_extra={"unit": "workers"})]
 
 
 class Section(BaseModel):
-    """Frozen. It takes no unknown key and converts no type but int to float. Docstrings describe fields."""
+    """Frozen. It refuses unknown keys, and converts no type but int to float. Docstrings describe fields."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, protected_namespaces=(), use_attribute_docstrings=True

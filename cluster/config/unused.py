@@ -1,4 +1,4 @@
-"""Settings that change nothing beside others: an error, and not silence."""
+"""Finds settings that change nothing because of other settings: they are errors, and not ignored."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ from tandem.cluster.config.units import Section
 
 
 class Unused(NamedTuple):
-    """A key that must have its default where another one has certain values. Both are dotted."""
+    """A key that must have its default while another key has certain values. Both are dotted."""
 
     key: str
     beside: str
@@ -97,6 +97,6 @@ def check_used(config: Section) -> None:
 
 
 def _found(config: Section, key: str) -> tuple[Section, str]:
-    """The section that holds a dotted key, and its name there."""
+    """Returns the section that holds a dotted key, and the key's name there."""
     section, _, name = key.partition(".")
     return getattr(config, section), name

@@ -47,7 +47,7 @@ def details_of(
 
 
 def reason_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
-    """The reason that details_of() was given; empty where there is none."""
+    """Returns the reason that details_of() was given; empty if there is none."""
     packed = next((value for key, value in metadata or () if key == DETAILS_KEY), b"")
     status, info = status_pb2.Status(), error_details_pb2.ErrorInfo()
     try:
@@ -58,7 +58,7 @@ def reason_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
 
 
 def field_of(message: str) -> str:
-    """The path of the request's field that an error's text begins with; empty where it begins with none."""
+    """Returns the path of the request's field that an error's text begins with; empty if it begins with none."""
     if message.startswith("the prompt has "):
         return "input"
     found = PATH.match(message)

@@ -66,7 +66,7 @@ def http_status(error: CallError) -> int:
 
 
 def grpc_status(error: TandemError) -> grpc.StatusCode:
-    """Errors without one are INTERNAL."""
+    """Returns the error's status, or INTERNAL if it has none."""
     return next((code for kind, code, _ in STATUSES if kind is type(error)), Code.INTERNAL)
 
 
@@ -76,7 +76,7 @@ def reason(kind: type[TandemError]) -> str:
 
 
 def retry_after_ms(error: Overloaded) -> str:
-    """The value of RETRY_AFTER_KEY."""
+    """Returns the value of RETRY_AFTER_KEY."""
     return str(math.ceil(1000 * error.retry_after_seconds))
 
 
@@ -97,7 +97,7 @@ async def refuse(context: grpc.aio.ServicerContext, error: TandemError) -> NoRet
 
 
 def error_of(error: grpc.RpcError) -> type[CallError]:
-    """The error that a call to a gateway failed with: what its details say, or the first of its status."""
+    """Returns the error that a call to a gateway failed with: by its details, or the first error of its status."""
     code: Any = error.code()  # type: ignore[attr-defined]  # unseen by pyright
     if code is Code.UNKNOWN and (error.details() or "").startswith(REMOVED):  # type: ignore[attr-defined]
         return errors.Unavailable

@@ -1,4 +1,4 @@
-"""Starts a cluster from Python, as `tandem up` does, or connects to one that runs."""
+"""Starts a cluster from Python, as `tandem up` does, or connects to a running one."""
 
 import asyncio
 import itertools
@@ -60,7 +60,7 @@ class Launch:
         await self._async.close()
 
     def _start(self) -> tuple[str, Callable[[], None]]:
-        """The gateway's address, and what ends the cluster."""
+        """Returns the gateway's address, and a function that ends the cluster."""
         with ExitStack() as stack:
             lock = stack.enter_context(ClusterLock(self.config.name))
             check_ray(self._ray_address)
@@ -91,8 +91,9 @@ def launch(
     """A cluster of a YAML file, or of the defaults: a prefill and a decode worker on CPUs.
 
     overrides: dotted keys and values, which win over the file's, as `tandem up --set` has them. model: a checkpoint's
-    folder or hub id. ray_address: of a Ray to join, else it starts one. security: what its gateway asks of clients. The
-    gateway takes a free port and the cluster a name of its own, unless the file or the overrides give them.
+    folder or hub id. ray_address: of a Ray to join; without it the cluster starts one. security: what the gateway asks
+    of clients. The gateway takes a free port and the cluster a name of its own, unless the file or the overrides give
+    them.
 
     Raises ConfigError, which names the key, the value and what is accepted.
     """
@@ -106,5 +107,6 @@ def launch(
 
 
 def connect(address: str, security: ClientSecurity = NO_SECURITY) -> LLM:
-    """The model of a cluster that runs. address: HOST:PORT of its gateway's gRPC. AsyncLLM(address) is its like."""
+    """Connects to the gateway of a running cluster. address: HOST:PORT of its gRPC server. For asyncio use
+    AsyncLLM(address)."""
     return LLM(address, security)

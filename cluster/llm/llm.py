@@ -36,10 +36,11 @@ class AsyncLLM:
         timeout: float = GENERATE_SECONDS,
         **sampling: Unpack[Options],
     ) -> list[Output]:
-        """One output for each prompt, in their order. A prompt is text, token ids, or a list of messages (a chat).
+        """Returns one output for each prompt, in their order. A prompt is text, token ids, or a list of messages (a
+        chat).
 
-        sampling: as docs/http-and-grpc.md has it, the same for all prompts. cache_salt: as Client.generate() has it.
-        timeout: seconds of each request. The first CallError ends the others and is raised.
+        sampling: see docs/http-and-grpc.md; it applies to all prompts. cache_salt: see Client.generate(). timeout:
+        seconds of each request. The first CallError ends the others and is raised.
         """
         turns = asyncio.Semaphore(AT_ONCE)
 
@@ -63,7 +64,7 @@ class AsyncLLM:
         timeout: float = GENERATE_SECONDS,
         **sampling: Unpack[Options],
     ) -> Output:
-        """The answer to one chat: messages with role and content."""
+        """Returns the answer to one chat: messages with role and content."""
         (output,) = await self.generate([messages], cache_salt=cache_salt, timeout=timeout, **sampling)
         return output
 
@@ -75,7 +76,7 @@ class AsyncLLM:
         timeout: float = GENERATE_SECONDS,
         **sampling: Unpack[Options],
     ) -> AsyncGenerator[GenerateUpdate, None]:
-        """The answer to one prompt as it comes."""
+        """Yields the answer to one prompt as it comes."""
         return self.client.generate(prompt, cache_salt=cache_salt, timeout=timeout, **sampling)
 
     async def embed(
@@ -178,7 +179,8 @@ class LLM:
 
 
 def as_list(prompts: Prompts) -> list[Prompt]:
-    """One prompt stands for a list of it: a text, a list of integers, a list of messages, or a fork."""
+    """Returns a list of prompts. A single prompt becomes a list: a text, a list of integers, a list of messages, or a
+    fork."""
     if isinstance(prompts, str | Fork):
         return [prompts]
     many: Iterable[object] = list(prompts)

@@ -9,7 +9,7 @@ from tandem.cluster.protocol import Prompt
 
 @dataclass(frozen=True)
 class Answer:
-    """One of n answers. finish_reason: stop or length. logprobs: one for each token, where they were asked for."""
+    """One of n answers. finish_reason: stop or length. logprobs: one for each token, if they were asked for."""
 
     text: str
     token_ids: tuple[int, ...]

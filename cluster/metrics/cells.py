@@ -1,7 +1,7 @@
 """Counters and histograms in the lasting cells of the gateway's table.
 
-Each process writes cells of its own, and a scrape of any process sums the cells of all. The cells outlast a process
-that is lost, so no sum goes down.
+Each process writes cells of its own, and a scrape of any process sums the cells of all. The cells outlast a lost
+process, so no sum goes down.
 """
 
 from bisect import bisect_left
@@ -20,7 +20,7 @@ Cells = memoryview  # of int64
 
 @dataclass(frozen=True, eq=False)
 class Counter:
-    """series: the labels' values, all that there are, so that each is there from the first scrape on. unit: what 1 in a
+    """A counter. series: all values of the labels, so that each is there from the first scrape on. unit: what 1 in a
     cell stands for."""
 
     name: str
@@ -34,7 +34,7 @@ class Counter:
         return len(self.series)
 
     def family(self, common: dict[str, str], sums: Sequence[int]) -> Metric:
-        """common: labels of all metrics. sums: of its cells over all processes."""
+        """Returns the metric's family. common: labels of all metrics. sums: of its cells over all processes."""
         family = CounterMetricFamily(self.name, self.about, labels=[*common, *self.labels])
         for values, total in zip(self.series, sums, strict=True):
             family.add_metric([*common.values(), *values], total * self.unit)
@@ -43,8 +43,8 @@ class Counter:
 
 @dataclass(frozen=True, eq=False)
 class Histogram:
-    """bounds: of its buckets, ascending, without infinity. unit: of the sum's cell, small enough that an observation
-    loses nothing. also: a second name, under which older dashboards look for it."""
+    """A histogram. bounds: of its buckets, ascending, without infinity. unit: of the sum's cell, small enough that an
+    observation loses nothing. also: a second name, for older dashboards."""
 
     name: str
     about: str
@@ -84,7 +84,7 @@ class CellLayout:
         return self._first[metric]
 
     def families(self, common: dict[str, str], processes: Sequence[Cells]) -> list[Metric]:
-        """All metrics, summed over the cells of all processes."""
+        """Returns all metrics, summed over the cells of all processes."""
         sums = np.sum([np.frombuffer(cells, np.int64) for cells in processes], axis=0).tolist()
         families: list[Metric] = []
         for metric in self.metrics:
@@ -115,7 +115,7 @@ class Recorder:
         self._cells[first + len(histogram.bounds) + 1] += round(value / histogram.unit)
 
     def observe_all(self, histogram: Histogram, values: Sequence[float]) -> None:
-        """Many at once, at a tenth of a microsecond each."""
+        """Observes many values at once, at a tenth of a microsecond each."""
         array, first = np.array(values), self._layout.first(histogram)
         buckets = np.bincount(np.searchsorted(histogram.bounds, array), minlength=len(histogram.bounds) + 1)
         for index, count in enumerate(buckets.tolist()):

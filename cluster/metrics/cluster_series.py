@@ -48,7 +48,7 @@ def island_families(islands: Sequence[inference_pb2.IslandInfo]) -> list[Metric]
 
 
 def worker_families(islands: Sequence[inference_pb2.IslandInfo]) -> list[Metric]:
-    """Counters begin anew with a worker's epoch."""
+    """Returns the metrics of workers. Counters begin anew with a worker's epoch."""
     workers = [(island.name, worker) for island in islands for worker in island.workers]
 
     def name(island: str, worker: inference_pb2.WorkerInfo) -> tuple[object, ...]:
@@ -118,7 +118,7 @@ def worker_families(islands: Sequence[inference_pb2.IslandInfo]) -> list[Metric]
 
 
 def pages_in_use(islands: Sequence[inference_pb2.IslandInfo], *, adaptive: bool) -> float:
-    """The part of the pages that decode workers have in use, of all workers where any may decode."""
+    """Returns the fraction of decode workers' pages that are in use; of all workers' pages if any worker may decode."""
     pools = [
         worker
         for island in islands

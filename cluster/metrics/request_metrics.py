@@ -25,8 +25,8 @@ REASONS = {
 
 
 class RequestMetrics:
-    """Owned by the gateway's event loop. The gaps between tokens gather in a list, which flush() counts: a gap costs
-    less than a histogram would."""
+    """Counts requests. Owned by the gateway's event loop. The gaps between tokens gather in a list, which flush()
+    counts: that costs less than a histogram's bucket for each gap."""
 
     def __init__(self, table: GatewayTable) -> None:
         self.table = table
@@ -38,11 +38,11 @@ class RequestMetrics:
         return _Watched(self, arrived)
 
     def rejected_grpc(self, code: str) -> None:
-        """A call over gRPC ends with this status."""
+        """Counts a call over gRPC that ends with this status."""
         self.recorder.add(series.REJECTED, 1, series.GRPC, code if code in GRPC_CODES else "INTERNAL")
 
     def rejected_http(self, status: int) -> None:
-        """A call over HTTP ends with this status."""
+        """Counts a call over HTTP that ends with this status."""
         self.recorder.add(series.REJECTED, 1, series.HTTP, str(status if status in HTTP_CODES else 500))
 
     def flush(self) -> None:
@@ -53,14 +53,14 @@ class RequestMetrics:
             self.recorder.add(series.GENERATION_TOKENS, len(gaps))
 
     async def run(self) -> None:
-        """Flushes now and then, until it is cancelled."""
+        """Flushes regularly, until it is cancelled."""
         while True:
             await asyncio.sleep(FLUSH_SECONDS)
             self.flush()
 
 
 class _Watched(RequestObserver):
-    """One request."""
+    """Counts one request."""
 
     __slots__ = ("_arrived", "_last", "_metrics", "_reads", "_request")
 

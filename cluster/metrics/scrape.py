@@ -32,7 +32,7 @@ class Served:
 
 
 class Scrape:
-    """Makes the text. Owned by the gateway's event loop. Any process answers for all."""
+    """Makes the text of /metrics. Owned by the gateway's event loop. Any process answers for all."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Scrape:
     def _states(
         self, common: dict[str, str], info: inference_pb2.ClusterInfo, table: GatewayTable
     ) -> list[GaugeMetricFamily]:
-        """Requests by where they are, and pages."""
+        """Returns gauges of requests by where they are, and of pages."""
         queued, decoding = table.total(Column.QUEUED), table.total(Column.DECODING)
         placed = max(0, table.total(Column.ACTIVE) - queued)
         stages = {"queued": queued, "prefill": max(0, placed - decoding), "decode": decoding}

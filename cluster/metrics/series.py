@@ -84,4 +84,4 @@ REJECTED = Counter(
 )
 
 LAYOUT = CellLayout([one for one in [*globals().values()] if isinstance(one, Counter | Histogram)])
-"""All of the above, in their order."""
+"""The cells of all metrics above, in their order."""

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class AccessLog:
-    """observe() is an Observe."""
+    """Logs a line for each request. observe() is an Observe."""
 
     def __init__(self, model: str) -> None:
         self._model = model
@@ -64,7 +64,7 @@ class _AccessLine(RequestObserver):
 
 
 def status_of(reason: FinishReason, error: BaseException | None) -> str:
-    """The finish reason; of a request without one, the status of its error as gRPC calls it."""
+    """Returns the finish reason; for a request without one, the gRPC status of its error."""
     if reason in (FinishReason.STOP, FinishReason.LENGTH):
         return reason.name.lower()
     if isinstance(error, asyncio.CancelledError):

@@ -1,4 +1,4 @@
-"""Sends traces to an OTLP/HTTP collector, by opentelemetry-sdk, which lives nowhere else."""
+"""Sends traces to an OTLP/HTTP collector. Only this file uses opentelemetry-sdk."""
 
 import logging
 import threading
@@ -30,7 +30,7 @@ def otlp_exporter(endpoint: str, service: str) -> "tuple[Callable[[admin_pb2.Tra
         raise StartFailed(f"tracing.endpoint is set; it needs opentelemetry: {install('tracing')}") from None
 
     class Exporter(OTLPSpanExporter):
-        """Says once that a collector takes nothing."""
+        """An exporter that logs once when a collector fails."""
 
         said = False
 

@@ -1,4 +1,4 @@
-"""The spans of a request, from what its observer hears. Workers answer with their own times."""
+"""Makes the spans of a request from its observer's calls. Workers report their own times."""
 
 import random
 import re
@@ -23,8 +23,8 @@ End = Callable[[admin_pb2.Trace], None]
 
 
 class Tracer:
-    """observe() is an Observe. The latest `keep` traces stay in this process; each also goes to `export`, where it is
-    sampled."""
+    """Keeps traces. observe() is an Observe. The latest `keep` traces stay in this process; sampled ones also go to
+    `export`."""
 
     def __init__(self, keep: int, sample_ratio: float, export: End | None = None) -> None:
         self._kept: deque[admin_pb2.Trace] = deque(maxlen=keep)
@@ -35,7 +35,7 @@ class Tracer:
         return RequestTrace(request_id, arrived, self._sample_ratio, self._finish)
 
     def find(self, request_id: str) -> admin_pb2.Trace | None:
-        """The latest one of that id, or of the id that the client gave."""
+        """Returns the latest trace with that request id, or with that id of the client."""
         return next((trace for trace in reversed(self._kept) if request_id in (trace.request_id, trace.given_id)), None)
 
     def _finish(self, trace: admin_pb2.Trace) -> None:
@@ -45,7 +45,8 @@ class Tracer:
 
 
 class RequestTrace(RequestObserver):
-    """Spans of one request, all of them children of its own, but pushes, which are parts of prefills."""
+    """The spans of one request. All are children of the request's own span, except pushes, which are parts of
+    prefills."""
 
     def __init__(self, request_id: str, arrived: float, sample_ratio: float, end: End) -> None:
         origin = current_origin.get()

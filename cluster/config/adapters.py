@@ -29,14 +29,15 @@ class AdaptersSection(Section):
     max_rank: Ranks = Field(default=16, le=512)
     """largest rank of an adapter, as vLLM's --max-lora-rank; each resident adapter takes the memory of this rank"""
     host_bytes: ManyBytes = 4 << 30
-    """host memory of each worker for the adapters that it holds; what is not resident is copied from there"""
+    """host memory of each worker for the adapters that it holds; an adapter that is not resident is copied from
+    there"""
     max_adapters: Adapters = Field(default=256, le=NAMES)
-    """most adapters that the cluster serves at a time, those of `folders` included"""
+    """most adapters that the cluster serves at a time, including `folders`"""
     folders: dict[Name, Folder] = Field(default={}, max_length=NAMES)
     """folders of PEFT adapters, or hub ids as in model.path, by the names that requests give; loaded at the start, as
     vLLM's --lora-modules"""
     allowed_root: Annotated[str, AfterValidator(_root)] | None = None
-    """folder under which adapters may be added while the cluster runs; null allows those of `folders` only"""
+    """folder under which adapters may be added while the cluster runs; null allows only `folders`"""
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

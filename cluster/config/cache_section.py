@@ -41,9 +41,9 @@ class CacheSection(Section):
     """whether workers compare pages that come back from host memory with what they copied. They compute pages that
     differ again"""
     disk_path: ResolvedPath | None = None
-    """folder on each host for prefixes that host memory has no room for, with a folder for each worker; it needs
-    host_bytes and disk_bytes. What a worker finds there is used again after a restart, if weights and settings are the
-    same; null keeps none"""
+    """folder on each host for prefixes that do not fit in host memory, with a subfolder for each worker; needs
+    host_bytes and disk_bytes. A restarted worker uses what it finds there if weights and settings are the same; null
+    keeps none"""
     disk_bytes: Bytes | None = Field(default=None, le=1 << 50, validate_default=True)
     """most bytes of each worker's files there"""
     parked_bytes: Bytes | None = Field(default=None, le=1 << 44)

@@ -47,7 +47,7 @@ class ClusterConfig(Section):
     name: str = Field(default="local", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}$")
     """the cluster's name: 1 to 63 letters, digits and . _ -, a letter or digit first"""
     model: ModelSection = ModelSection()
-    """what is served"""
+    """the served model"""
     cache: CacheSection = CacheSection()
     """each worker's KV"""
     scheduler: SchedulerSection = SchedulerSection()
@@ -57,23 +57,23 @@ class ClusterConfig(Section):
     adapters: AdaptersSection = AdaptersSection()
     """LoRA adapters over the served model"""
     embeddings: EmbeddingsSection = EmbeddingsSection()
-    """what /v1/embeddings, /v1/score and /v1/rerank make of prompts"""
+    """embeddings, scores and rankings"""
     num_islands: Islands = Field(default=1, le=256)
     """islands of the shape that `island` gives; a lost worker stops its own island only"""
     island: IslandSection = IslandSection()
     """the workers that can write into each other"""
     gateway: GatewaySection = GatewaySection()
-    """what clients connect to"""
+    """the servers for clients"""
     scaling: ScalingSection = ScalingSection()
     """how many islands there may be while the cluster runs, and how many workers in each"""
     metrics: MetricsSection = MetricsSection()
-    """what Prometheus reads"""
+    """metrics for Prometheus"""
     logging: LoggingSection = LoggingSection()
-    """what processes write of themselves"""
+    """logs of all processes"""
     tracing: TracingSection = TracingSection()
     """spans of requests"""
     record: RecordSection = RecordSection()
-    """records of what workers do"""
+    """records of workers' actions"""
     recovery: RecoverySection = RecoverySection()
     """what happens when a process ends or falls silent"""
     security: SecuritySection = SecuritySection()

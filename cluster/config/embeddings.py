@@ -22,20 +22,19 @@ def _has_places(template: str) -> str:
 
 class EmbeddingsSection(Section):
     pooling: Literal["auto", "last", "mean"] = "auto"
-    """what an embedding is of a prompt's hidden states: that of the last token, or the mean; auto: what the
-    checkpoint's files for sentence-transformers say, and last without them"""
+    """the hidden states that become an embedding: the last token's, or the mean of all; auto follows the checkpoint's
+    files for sentence-transformers, and is last without them"""
     normalize: bool | None = None
-    """whether embeddings have length 1; null: what those files say, and true without them. Requests may say
-    otherwise"""
+    """whether embeddings have length 1; null follows the checkpoint's files, and is true without them. Requests may
+    override it"""
     max_inputs: Inputs = Field(default=2048, le=1 << 16)
     """most inputs of a request"""
     max_tokens: Tokens = Field(default=1 << 20, le=1 << 31)
     """most tokens of all inputs of a request"""
     score_template: Annotated[str, AfterValidator(_has_places)] | None = None
-    """the prompt of /v1/score and /v1/rerank, with {query}, {document} and {instruction}; null: that of
-    Qwen3-Reranker"""
+    """the prompt of /v1/score and /v1/rerank, with {query}, {document} and {instruction}; null is Qwen3-Reranker's"""
     score_instruction: str = "Given a web search query, retrieve relevant passages that answer the query"
-    """{instruction} of requests that say none"""
+    """{instruction} for requests without one"""
     score_tokens: ScoreTokens = Field(default=["yes", "no"])
-    """the tokens that a score compares: that of a good pair and that of a bad one. The score is the first one's
-    probability among both"""
+    """the two tokens that a score compares, one for a good pair and one for a bad pair. The score is the first token's
+    probability among the two"""

@@ -56,8 +56,8 @@ class ModelSection(Section):
     """folder of a Hugging Face checkpoint, or the hub id of one in the Hugging Face cache, such as Qwen/Qwen3-8B; `~`
     and relative paths are resolved"""
     served_model_name: Names | None = None
-    """the model's name for clients, or a list of names: all are accepted, answers have the first; null is the hub id or
-    the folder's name"""
+    """the model's name for clients, or a list of names: requests may use any of them, answers carry the first; null is
+    the hub id or the folder's name"""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """element type of weights and KV; auto takes config.json's, or the stored weights' if config.json has none"""
     load_format: Literal["safetensors", "dummy"] = "safetensors"
@@ -98,7 +98,7 @@ class SchedulerSection(Section):
     token_share: Share = Field(default=TOKEN_SHARE, gt=0.5, lt=1)
     """fraction of a sequence's tokens that should come within token_seconds; a larger fraction slows prompts down"""
     priority_seconds: Seconds = Field(default=30.0, gt=0, le=86400)
-    """how long a request waits before it rises by one priority, and again for each further one, so that none starves"""
+    """how long a request waits before each rise by one priority, so that none starves"""
     max_parked: Sequences = Field(default=256, le=1 << 16)
     """most sequences that a worker parks at a time; see cache.parked_bytes"""
     parked_seconds: Seconds = Field(default=60.0, ge=0, le=86400)
@@ -141,7 +141,7 @@ class GatewaySection(GatewayNodes):
     """the lowest and the highest `priority` that a request may have. Lower numbers are served first; 0 is the default.
     If the lowest is below 0, any client can overtake others"""
     max_attempts: Placements = Field(default=5, le=1000)
-    """how often a request is placed if workers are lost while they serve it"""
+    """most placements of a request whose workers are lost while they serve it"""
     queue_seconds: Seconds = Field(default=60.0, gt=0, le=86400)
     """longest wait for room"""
     request_seconds: Seconds = Field(default=600.0, gt=0, le=86400)

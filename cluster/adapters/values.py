@@ -24,8 +24,8 @@ class Adapter:
     name: str
     path: str
     digest: bytes  # DIGEST_BYTES, of its weights and configuration
-    rank: int = 0  # the largest of its modules; 0 until a worker has said it
-    num_bytes: int = 0  # of host memory at each worker; 0 until a worker has said it
+    rank: int = 0  # the largest rank of its modules; 0 until a worker reports it
+    num_bytes: int = 0  # of host memory at each worker; 0 until a worker reports it
 
 
 @dataclass(frozen=True)

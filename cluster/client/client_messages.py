@@ -26,7 +26,7 @@ from tandem.proto import admin_pb2, inference_pb2
 MAX_CLIENT_ID = 128
 TIMED_OUT = "Deadline Exceeded"  # gRPC's text, without the time
 TOO_LARGE = "Received message larger than max"  # gRPC's text, too
-LONGEST_CALL = 366 * 86400.0  # seconds; gRPC takes much longer timeouts for none
+LONGEST_CALL = 366 * 86400.0  # seconds; gRPC treats much longer timeouts as none
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.enable_http_proxy", 0),
@@ -35,7 +35,7 @@ CHANNEL_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 1000),
 )
 
-# With several gateways: one whose host fell silent counts as gone, though no connection to it was closed.
+# With several gateways a gateway whose host fell silent counts as gone, even if no connection was closed.
 SEVERAL_OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5000),
@@ -43,7 +43,7 @@ SEVERAL_OPTIONS = (
     ("grpc.http2.max_pings_without_data", 0),  # as many as it takes: a client sends nothing while it reads a stream
     ("grpc.min_reconnect_backoff_ms", 5000),  # the longest that a connection may take to open
 )
-UNTAKEN = "CANCELLED"  # the whole text of a call that a server which was told to stop had not yet looked at
+UNTAKEN = "CANCELLED"  # the whole text for a call that a stopping server had not yet looked at
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class GenerateUpdate:
     index: int = 0  # of the answer, less than n
     stop_reason: str | int | None = None  # the stop string or the id in stop_token_ids that ended the answer
     prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # before the first token; None for the prompt's first one
-    prompt_token_ids: tuple[int, ...] = ()  # with the first message, where they were asked for
+    prompt_token_ids: tuple[int, ...] = ()  # with the first message, if they were asked for
 
 
 def split_addresses(address: str | Sequence[str]) -> list[str]:

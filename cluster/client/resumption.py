@@ -37,11 +37,11 @@ class Resumption:
         self._tokens: defaultdict[int, list[int]] = defaultdict(list)  # of each answer, by its index
         self._ended: set[int] = set()
         self._num_prompt_logprobs = 0
-        self._repeated = 0  # those to come that are there already
+        self._repeated = 0  # tokens still to come that are there already
         self._has_prompt = False
         self._adapter = b""  # whose tokens they are
         self._reached = False
-        self.finished = False  # the last message has come; an error behind it does not count
+        self.finished = False  # the last message has come; a later error does not count
         request.request_id = request.request_id or uuid.uuid4().hex
         if not request.sampling.HasField("seed"):
             request.sampling.seed = secrets.randbits(63)
@@ -78,7 +78,7 @@ class Resumption:
         self._failing_since = now if self._failing_since is None else self._failing_since
         failing_seconds = now - self._failing_since
         self._reached |= answered or (error.details() or "").startswith(BROKEN)
-        untaken = kind is Cancelled and error.details() == UNTAKEN  # the client's own end has other words
+        untaken = kind is Cancelled and error.details() == UNTAKEN  # when the client itself ends, the text differs
         self._reached |= untaken
         if kind is Unavailable or untaken:
             patience = self._resume_seconds if self._reached else min(FIRST_SECONDS, self._resume_seconds)

@@ -246,7 +246,7 @@ def _source(finding: ErrorDetails, path: Path | str | None, sources: Mapping[str
         return ""
     dotted = ".".join(map(str, finding["loc"])) + "."
     over = [source for key, source in sources.items() if dotted.startswith(f"{key}.")]
-    beside = {key.partition(".")[0] for key in sources}  # sections of which a variable or an override has a part
+    beside = {key.partition(".")[0] for key in sources}  # sections that a variable or an override sets partly
     return over[-1] if over else "" if path is None or dotted.partition(".")[0] in beside else f"{path}: "
 
 

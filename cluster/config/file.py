@@ -41,7 +41,7 @@ def _load_yaml(text: str) -> Any:
         raise
     except RecursionError:
         raise yaml.YAMLError("it is nested too deeply") from None
-    except Exception as error:  # its constructors let out whatever a malformed number, date or tag meets in them
+    except Exception as error:  # its constructors let through errors of malformed numbers, dates and tags
         raise yaml.YAMLError(f"a value does not have the form that it begins with: {error}") from None
 
 

@@ -14,7 +14,7 @@ class Unused(NamedTuple):
     beside: str
     holds: Callable[[Any], bool]  # for a value of beside
     why: str = ""
-    device: str | None = None  # of the workers, where the rule is about those of one kind
+    device: str | None = None  # of the workers, if the rule is about one kind
 
 
 BEHIND_HOST = "pages reach the disk through host memory; set cache.host_bytes"

@@ -12,7 +12,7 @@ from tandem.proto import admin_pb2, inference_pb2
 
 DETAILS_KEY = "grpc-status-details-bin"
 DOMAIN = "tandem"
-MAX_DETAILS_BYTES = 2048  # clients take 8 KiB of trailing metadata, where the text stands once more, escaped
+MAX_DETAILS_BYTES = 2048  # clients take 8 KiB of trailing metadata, which also has the escaped text
 MAX_DESCRIPTION = 256  # characters
 REQUESTS = (
     inference_pb2.GenerateRequest.DESCRIPTOR,

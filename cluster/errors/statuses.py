@@ -18,7 +18,7 @@ from tandem.cluster.errors import CallError, Overloaded, TandemError, WorkerCall
 from tandem.cluster.errors.details import details_of, reason_of
 
 RETRY_AFTER_KEY = "retry-after-ms"
-REMOVED = "Stream removed"  # so begins gRPC's text for a call whose connection broke; some of its versions say UNKNOWN
+REMOVED = "Stream removed"  # gRPC's text for a call whose connection broke begins so; some versions give UNKNOWN
 Code = grpc.StatusCode
 
 # A status stands for the first error that has it.
@@ -34,7 +34,7 @@ STATUSES: tuple[tuple[type[CallError], grpc.StatusCode, int], ...] = (
     (errors.NotFinite, Code.DATA_LOSS, 500),
     (errors.AttemptsExhausted, Code.ABORTED, 503),
     (errors.Superseded, Code.ABORTED, 503),
-    (errors.Unavailable, Code.UNAVAILABLE, 503),  # over gRPC the connection says so, or a cluster that ends
+    (errors.Unavailable, Code.UNAVAILABLE, 503),  # over gRPC it comes from the connection, or from a cluster that ends
     (errors.DeadlineExceeded, Code.DEADLINE_EXCEEDED, 504),
 )
 HTTP_OF_ERROR: dict[type[CallError], int] = {kind: status for kind, _, status in STATUSES}
@@ -122,5 +122,5 @@ def worker_errors(worker: str) -> Iterator[None]:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        # Nobody cancelled this task: the connection was closed under the call, because the process is gone.
+        # Nobody cancelled this task: the process is gone, so the connection was closed during the call.
         raise errors.WorkerUnreachable(f"the connection to {worker} was closed") from error

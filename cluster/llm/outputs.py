@@ -26,7 +26,7 @@ class Output:
     prompt: Prompt
     answers: tuple[Answer, ...]
     usage: Usage  # of all answers
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # where they were asked for; None for the first token
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] = ()  # if they were asked for; None for the first token
     prompt_token_ids: tuple[int, ...] = ()  # where they were asked for
 
     @property

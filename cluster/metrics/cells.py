@@ -54,7 +54,7 @@ class Histogram:
 
     @property
     def num_cells(self) -> int:
-        return len(self.bounds) + 2  # one bucket behind the last bound, and the sum
+        return len(self.bounds) + 2  # one bucket after the last bound, and the sum
 
     def families(self, common: dict[str, str], sums: Sequence[int]) -> list[Metric]:
         """Returns one family for each of its names, as Counter.family does."""

@@ -14,9 +14,9 @@ from tandem.cluster.metrics.series import LAYOUT
 from tandem.cluster.peers.table import Column, GatewayTable
 from tandem.proto import inference_pb2
 
-FRESH_SECONDS = 0.2  # for which one answer serves all that ask
+FRESH_SECONDS = 0.2  # in which one answer serves all callers
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
-ENGINE = "0"  # vLLM numbers its engines; to its dashboards the whole cluster is one
+ENGINE = "0"  # vLLM numbers its engines; its dashboards see the whole cluster as one
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Scrape:
             *worker_families(info.islands),
         ]
         self._made = asyncio.get_running_loop().time()
-        # A few milliseconds, in which no stream must wait.
+        # This takes a few milliseconds, and streams must not wait for it.
         return await asyncio.to_thread(generate_latest, _Families(families))  # type: ignore[arg-type]
 
     def _states(

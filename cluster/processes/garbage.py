@@ -11,7 +11,7 @@ NEVER = 1 << 30
 LOOK_SECONDS = 1.0
 QUIET_LOOKS = 10  # one after the other, before memory is given back
 LONGEST_SECONDS = 120.0  # without a full collection, for a process that is never idle
-GROWN_BYTES = 64 << 20  # since memory was given back: it is given back again, also by a process that is never idle
+GROWN_BYTES = 64 << 20  # between two returns of memory, even if the process is never idle
 LEAST_SECONDS = 10.0  # between two such times
 
 

@@ -5,7 +5,7 @@ import ctypes
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of mallopt()
 HEAP_BLOCK = 32 << 20  # bytes; the largest that glibc takes
 KEPT_BYTES = 64 << 20  # that are free
-ARENAS = 2  # heaps of threads: each keeps what was freed in it, and Python's threads hardly allocate at once
+ARENAS = 2  # heaps of threads: each keeps its freed memory, and Python's threads hardly allocate at once
 
 
 def keep_freed_memory() -> None:

@@ -19,7 +19,7 @@ class Loss:
     def __init__(self) -> None:
         self.reason = ""  # empty until it is declared
         self._away = ""
-        self._final_at = 0.0  # when what must be started then is lost
+        self._final_at = 0.0  # when a start that still waits fails
         self._later: list[Callable[[], None]] = []
         self._lock = Lock()
         self._awaited: dict[Future[Any], str] = {}

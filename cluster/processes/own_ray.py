@@ -23,11 +23,11 @@ from tandem.cluster.processes.process_tree import Process, descendants, kill
 ATTEMPTS = 3
 PAUSE_SECONDS = 1.0
 OBJECT_STORE_BYTES = 80 << 20  # nothing of ours goes through Ray's object store
-LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": the node's address is 127.0.0.1, as Ray has it on those systems
+LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # "0": the node's address is 127.0.0.1, as on those systems
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",  # Ray's 15 lets any other process of the machine go first
-    # Without a GCS Ray's processes end themselves after a minute. They can do without, and a GCS may come back.
+    # Without a GCS Ray's processes end themselves after a minute. They can run without it, and it may come back.
     "RAY_gcs_rpc_server_reconnect_timeout_s": str(7 * 24 * 3600),
     "RAY_task_events_report_interval_ms": "0",  # the GCS keeps an event of every call: 2.4 MiB a minute, nearly idle
     "RAY_prestart_worker_first_driver": "0",  # Python processes, one for each core, that no actor of ours can use
@@ -74,7 +74,7 @@ def deferred_signals() -> Iterator[list[int]]:
     finally:
         utils.set_sigterm_handler = set_handler
         for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)  # None: it was not Python that set one
+            signal.signal(number, handler or signal.SIG_DFL)  # None: Python did not set it
         for number in came[:1]:
             signal.raise_signal(number)
 
@@ -98,7 +98,7 @@ class OwnRay:
                 return
             except (TypeError, ValueError) as error:
                 raise StartFailed(f"a local Ray cannot be started: {error}") from error
-            except Exception as error:  # Ray raises bare ones, where its own processes are too slow to start
+            except Exception as error:  # Ray raises bare exceptions if its own processes start too slowly
                 reason = f"{(str(error) or type(error).__name__).splitlines()[0]}; {machine_load()}"
                 if attempt == ATTEMPTS or signals:
                     raise StartFailed(f"a local Ray cannot be started, in {attempt} attempts: {reason}") from error

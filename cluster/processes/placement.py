@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 Resources = Mapping[str, float]
-CPU_FRACTION = 0.1  # Ray's unit of accounting; what a worker may really use is its number of threads
+CPU_FRACTION = 0.1  # only Ray's accounting; the number of threads limits what a worker uses
 
 
 @dataclass(frozen=True)

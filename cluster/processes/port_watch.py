@@ -10,8 +10,8 @@ from contextlib import closing
 
 POLL_SECONDS = 0.5  # until close() is noticed
 AGAIN_SECONDS = 0.05
-CONNECT_SECONDS = 5.0  # a server that is only stopped or slow accepts by its backlog
-# The kernel's own probes: they find out that a host is gone, which closes nothing.
+CONNECT_SECONDS = 5.0  # the backlog of a stopped or slow server still accepts
+# The kernel's probes find out that a host is gone, because a lost host closes no connection.
 IDLE_SECONDS, PROBE_SECONDS, PROBES = 4, 2, 4
 
 

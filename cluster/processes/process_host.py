@@ -19,7 +19,7 @@ from tandem.cluster.processes.processes import cluster_of
 
 IMPORT_SECONDS = 600.0  # recovery.stalled_seconds is over before, unless it is longer
 END_SECONDS = 10.0  # a killed process gives back its GPU's memory before it has ended
-LAST_SECONDS = 4.0  # at most, for what an actor still has to say
+LAST_SECONDS = 4.0  # at most, for an actor's last messages
 log = logging.getLogger(__name__)
 
 
@@ -96,7 +96,7 @@ class ProcessHost:
     def _end_all(self) -> None:
         with suppress(Exception):  # there may be no actor yet
             self._actor.call("abandon").result(LAST_SECONDS)
-        if not runs(self._raylet):  # its agents would wait for a GCS that is gone, too, for a minute
+        if not runs(self._raylet):  # its agents would wait a minute for a GCS that is gone, too
             kill(self._agents)
         os._exit(0)
 

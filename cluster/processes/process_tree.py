@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-PARENT, STARTED = 1, 19  # fields of /proc/PID/stat behind the name
+PARENT, STARTED = 1, 19  # fields of /proc/PID/stat after the name
 
 Process = tuple[int, str]  # pid, start in ticks of this machine's clock
 

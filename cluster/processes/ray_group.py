@@ -162,7 +162,7 @@ class RayGroup(ProcessGroup):
                 "env_vars": {
                     "OMP_NUM_THREADS": str(threads),
                     "OMP_WAIT_POLICY": "PASSIVE",
-                    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # who asked for no GPU sees none
+                    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "1",  # an actor that asked for no GPU sees none
                     **{name: os.environ[name] for name in (KERNEL_CACHE, TRITON_CACHE) if name in os.environ},
                 }
             },
@@ -258,6 +258,6 @@ def _fill_first(answer: Future[Any], raw: Future[bytes], name: str) -> None:
         return
     cause = getattr(error, "cause", None)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    # Where the constructor failed, the exception's own text comes last.
+    # If the constructor failed, the exception's own text comes last.
     reason = lines[-1] if "creation task" in lines[0] else lines[0]
     answer.set_exception(ProcessEnded(name, cause.reason if isinstance(cause, ProcessEnded) else reason))

@@ -30,7 +30,7 @@ from tandem.cluster.processes.placement import (
     spread_places,
 )
 
-NODE_FRACTION = 0.001  # of the resource that every node has under its own name: who asks for it is placed there
+NODE_FRACTION = 0.001  # of the resource that every node has under its own name, to be placed there
 PLACEMENT_SECONDS = 30.0
 POLL_SECONDS = 0.2
 ANSWER_SECONDS = 2.0

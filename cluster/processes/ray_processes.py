@@ -42,8 +42,8 @@ from tandem.cluster.processes.ray_nodes import (
 from tandem.cluster.processes.ray_watch import RayWatch
 
 NAMESPACE = "tandem"
-TRY_SECONDS = 5.0  # on one node, until another one may do: what is known of their room is a moment old
-LOCAL_GCS_SECONDS = 300.0  # a GCS of this host comes back with the raylet, and so with another cluster, or never
+TRY_SECONDS = 5.0  # on one node before trying another: the known room is a moment old
+LOCAL_GCS_SECONDS = 300.0  # a GCS of this host comes back only with the raylet, and so with another cluster
 
 
 class RayProcesses(Processes):
@@ -82,7 +82,7 @@ class RayProcesses(Processes):
             self._forks = ForkServer(self._modules, cluster)
         if not ray.is_initialized():
             self._connect(num_cpus)
-        # Names end with an epoch: a cluster that has restarted something would not clash with a second one by itself.
+        # Names end with an epoch, so after a restart they would not clash with a second cluster's.
         if not self._suffix and any(name.startswith(f"{cluster}/") for name in ray.util.list_named_actors()):
             raise ClusterRunning(cluster, None, None)
 

@@ -39,7 +39,7 @@ class _Call:
 
     claim: Claim
     answers: Answers
-    credential: str  # what its caller showed to be let in
+    credential: str  # by which its caller was let in
     salt: bytes  # of its prefixes
     fork: ForkedFrom
     settled: bool = False  # no other process runs a call of that id
@@ -118,7 +118,7 @@ class ActiveRequests:
         is_named = bool(request.request_id)
         try:
             valid, fork = await self._validate(request, open_ended, credential, host)
-            del request  # which may be large, and the call long
+            del request  # the message may be large, and the call long
             release_current_body()
             observer.validated(valid)
             answers = self._answers(valid, arrived, observer, client)
@@ -202,7 +202,7 @@ class ActiveRequests:
             return peer_pb2.CLAIM_OUTCOME_FREE
         later = call.claim.is_after(claim)
         if not claim.resumes:
-            # Of two that begin at once the earlier one goes on: it hears the same from the other side.
+            # Of two calls that begin at once the earlier one goes on: both sides decide alike.
             mine = call.settled or not later
             return peer_pb2.CLAIM_OUTCOME_IN_USE if mine else peer_pb2.CLAIM_OUTCOME_FREE
         if later and call.claim.resumes:

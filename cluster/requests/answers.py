@@ -125,7 +125,7 @@ class Answers:
                 message = draft.messages.popleft()
                 if is_told:
                     await self._write(rank, write, message)
-                await asyncio.sleep(0)  # to free a message takes time, too
+                await asyncio.sleep(0)  # freeing a message takes time, too
 
 
 class Draft:

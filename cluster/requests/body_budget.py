@@ -8,7 +8,7 @@ from tandem.cluster.errors import Overloaded
 SMALL_BODY = 1 << 16  # bytes; as many calls as are admitted may have so much
 MIB = 1 << 20
 USUAL_MIB, MOST_MIB = 4, 16  # of one body
-TOKEN_BYTES = 32  # of text, escaped as JSON may be
+TOKEN_BYTES = 32  # of text, which JSON may escape
 
 current_body: "ContextVar[Body | None]" = ContextVar("current_body", default=None)
 """The body of the call that this task answers, if its frontend counts it."""

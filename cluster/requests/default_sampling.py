@@ -12,7 +12,7 @@ from tandem.workers.checkpoint.files import is_there
 from tandem.workers.sampling.sampling_params import InvalidSamplingParams, SamplingParams, validate
 
 FILE = "generation_config.json"
-FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # those that vLLM takes, but for lengths
+FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # those that vLLM takes, except lengths
 
 
 def default_sampling(folder: Path, source: Literal["auto", "none"]) -> Mapping[str, float]:

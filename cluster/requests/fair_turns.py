@@ -5,8 +5,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 MOST_TOKENS = 16  # of a message of the usual cost, which is 1
-TOP_COST = 7  # log-probabilities of each token that cost as much as a usual message
-STOP_COST = 256  # characters of stop strings that do
+TOP_COST = 7  # so many log-probabilities of each token cost as much as a usual message
+STOP_COST = 256  # so many characters of stop strings do
 
 
 def cost_of(top: int | None, stops: Sequence[str] = ()) -> int:

@@ -10,7 +10,7 @@ from tandem.cluster.routing.islands import LinkPair
 from tandem.cluster.routing.router import Placement
 from tandem.proto import inference_pb2
 
-MOST_BESIDE = 512  # tokens behind the parent's that its decode worker computes
+MOST_BESIDE = 512  # further tokens that the parent's decode worker computes
 
 
 class ForkedFrom(NamedTuple):
@@ -59,7 +59,7 @@ def take_tokens(fork: inference_pb2.Fork, parent: Parent | None) -> tuple[Int64A
             f"fork.position is {position}; the parent slides, and had let go of tokens by then that the fork would need"
         )
     placement, prompt = parent.placement, np.concatenate((tokens[:position], np.array(fork.token_ids, np.int64)))
-    # The second token comes from the decode worker, which then has all KV. It shares none of a sequence that slides.
+    # The second token comes from the decode worker, which then has all KV. A sliding sequence shares none.
     if placement is None or parent.num_sent < 2 or parent.slides or len(fork.token_ids) > MOST_BESIDE:
         return prompt, NOT_FORKED
     decode = placement.decode

@@ -27,7 +27,7 @@ from tandem.workers.sampling.finish import FinishReason, FinishRule
 from tandem.workers.wire.messages import prompt_to_proto, sampling_to_proto
 from tandem.workers.wire.prompt_spec import PromptSpec
 
-PLANNED = 0.85  # of a target for the first token: workers do not plan pushes, networks and steps under way
+PLANNED = 0.85  # of a first token's target: the rest is for pushes, networks and steps in flight
 Write = Callable[[inference_pb2.GenerateResponse], Coroutine[Any, Any, None]]
 """Gives a message to the client, and returns when the next one may come. It may begin outside of a task."""
 
@@ -59,14 +59,14 @@ class Generation:
         self._turns = turns
         self._cost = cost_of(request.params.logprobs, request.params.stop)  # of a message
         self.observer: RequestObserver = UNOBSERVED  # until its owner sets one
-        # A request for no tokens samples one that nobody sees: its prompt takes the same way as all others.
+        # A request for no tokens samples a hidden one, so that its prompt is computed like all others.
         self._hides_output = request.params.max_tokens == 0
         if self._hides_output:
             request = replace(request, params=replace(request.params, max_tokens=1))
         self.prompt_logprobs = PromptLogprobs(request, turns)
         self._request = request
         self._arrived = arrived
-        self._awaited = arrived  # since when its client waits for its first token
+        self._awaited = arrived  # when its client began to wait for the first token
         self._output = TextOutput(request.params, tokenizer)
         self._rule = FinishRule.of(request.params, eos_token_ids)
         self._usage = inference_pb2.Usage(prompt_tokens=len(request.prompt) - request.prompt.encoder.padding)
@@ -74,7 +74,7 @@ class Generation:
         self._first_is_last = False
         self._sent: list[int] = []
         self._decoding: tuple[Placement, TokenInbox] | None = None
-        self._moved = False  # the next placement is not one after a loss
+        self._moved = False  # the next placement does not follow a loss
         self.finish_reason = FinishReason.RUNNING  # until the client has the last message
         self.complete = False  # both workers of this placement have ended the request by themselves
         self.placement: Placement | None = None  # the last one
@@ -194,7 +194,7 @@ class Generation:
                 await writing
                 if self.finished:
                     return
-                # All that the workers said of the prompt is counted now.
+                # The workers' figures of the prompt are counted now.
                 take = partial(self._take, write) if writing.at_once else None
         finally:
             self._decoding = None

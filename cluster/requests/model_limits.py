@@ -22,7 +22,7 @@ class ModelLimits:
     page_size: int = 16
     max_sliding_tokens: int = 1 << 20  # of prompt and output of a request that slides
     priorities: tuple[int, int] = (0, 0)  # the first and the last that a request may ask for
-    cannot_slide: str = ""  # why no request may slide; empty where it may
+    cannot_slide: str = ""  # why no request may slide; empty if they may
     max_encoder_tokens: int = 0  # of an encoder's prompt; 0: the model has no encoder, and the next two mean nothing
     max_decoder_tokens: int = 0  # prompt and output of its decoder
     decoder_start_token_id: int = 0

@@ -65,7 +65,7 @@ class _Observers(RequestObserver):
         self._parts = parts
         counting = [part.tokens for part in parts if type(part).tokens is not RequestObserver.tokens]
         if len(counting) == 1:
-            self.tokens = counting[0]  # as if it were alone: this one is called for each message
+            self.tokens = counting[0]  # called directly, because it is called for each message
 
     def validated(self, request: ValidRequest) -> None:
         for part in self._parts:

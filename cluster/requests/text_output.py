@@ -28,7 +28,7 @@ class TextOutput:
         self._text = None if tokenizer is None else tokenizer.stream(skip_special_tokens=params.skip_special_tokens)
         self._stops = StopStringMatcher(params.stop, include=params.include_stop_str_in_output)
         self._watches = len(params.stop) > 0
-        self._least = params.min_tokens  # as in vLLM no stop string ends in the text of the first ones
+        self._least = params.min_tokens  # as in vLLM, no stop string ends in the first tokens' text
         self._count = 0
         self._show_stop_token = params.include_stop_str_in_output
 

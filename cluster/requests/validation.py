@@ -38,7 +38,7 @@ from tandem.workers.wire.prompt_spec import NO_ENCODER, EncoderPrompt, PromptSpe
 
 TIERS = ("priority", "flex")  # values of service_tier: the first priority, and the last
 MAX_REQUEST_ID = 128
-QUICK_TEXT = 16_384  # bytes; what is longer is tokenized in a process of its own
+QUICK_TEXT = 16_384  # bytes; longer prompts are tokenized in a separate process
 QUICK_MESSAGES = 64
 QUICK_IDS = 1 << 16  # numbers of token_ids
 MOST_STOPS = (("stop", MAX_STOP_STRINGS), ("stop_token_ids", MAX_STOP_TOKEN_IDS))
@@ -51,7 +51,7 @@ class ValidRequest:
     request_id: str
     prompt: PromptSpec
     params: SamplingParams
-    received: tuple[Received, ...] = ()  # of each answer that the client gets; none where there was no earlier call
+    received: tuple[Received, ...] = ()  # of each answer that the client gets; empty without an earlier call
     resumes: bool = False
     returns_prompt: bool = False  # the client gets the prompt's token ids
     adapter: str = ""  # the name of the LoRA adapter that answers; empty for the model itself
@@ -300,7 +300,7 @@ class RequestValidator:
             size = len(message.chat.tools) + sum(
                 len(turn.role) + len(turn.content) + len(turn.fields) for turn in message.chat.messages
             )
-        # Found out before it is tokenized, which takes seconds for millions of characters.
+        # Checked before tokenizing, which takes seconds for millions of characters.
         if size > most and not message.HasField("truncate_prompt_tokens"):
             raise InvalidRequest(
                 f"{kind} has {size} characters; at most {most} are accepted, which {self._limits.max_model_len} of the "

@@ -51,7 +51,7 @@ class WarmUp:
             async with asyncio.timeout(MOST_SECONDS):
                 for pair in self._pairs(island):
                     await self._warm(pair)
-        except* FAILURES as failed:  # one error, or those of requests that were sent together
+        except* FAILURES as failed:  # one error, or the errors of requests that were sent together
             log.warning("island %s is not warm: %s", island, str(failed.exceptions[0]) or "it took too long")
 
     def _pairs(self, island: str) -> list[LinkPair]:

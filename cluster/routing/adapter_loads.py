@@ -18,7 +18,7 @@ LOAD_SECONDS = 60.0  # for each worker to read an adapter
 REMOVE_SECONDS = 10.0  # for each worker to forget one: it answers between two steps
 LOOK_SECONDS = 1.0  # between two looks at what workers lack
 AGAIN_SECONDS = 5.0  # until a worker that failed is asked again
-STALE_SECONDS = 2 * LOAD_SECONDS  # after so long a held adapter without a name is of no addition under way
+STALE_SECONDS = 2 * LOAD_SECONDS  # after so long a held adapter without a name belongs to no running addition
 REFUSALS = (RequestRefused, WorkerFull)
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ SMOOTHING = 0.2
 LOOK_SECONDS = 0.002  # between two looks at the other processes' rows
 ASIDE_SECONDS = 0.1  # for which requests of a group that lacks room of its own let others pass
 ASIDE_EACH_SECONDS = 0.005  # the same for each such group, so that many of them do not ask all the time
-SILENT_NS = 500_000_000  # who has not looked for room for so long is not waited for
+SILENT_NS = 500_000_000  # a process that has not looked for room for so long is not waited for
 
 
 AskOthers = Callable[[int], Awaitable[bool]]
@@ -270,7 +270,7 @@ class AdmissionQueue:
         return ""
 
     def _overloaded(self, reason: str) -> Overloaded:
-        # By then half of those that wait have had their turn, if turns go on as they did.
+        # By then half of the waiting requests have had their turn, at the present pace.
         seconds = (self.requests - 1) * self._turn_seconds / 2
         return Overloaded(reason, retry_after_seconds=max(LEAST_RETRY_SECONDS, seconds))
 

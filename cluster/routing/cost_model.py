@@ -22,9 +22,9 @@ ROW_WEIGHT = 0.05  # a second by which one decode row is held up
 TOKEN_WEIGHT = 0.05  # a second of the request's own decoding within the bound
 LONGEST_OUTPUT = 512  # tokens that a request is expected to use of max_tokens, at most
 WAITING_SECONDS = 0.25  # of prompts with which a worker has no time for rows
-LEAST_WAITING = 0.02  # prompts to come that a row beside them would hold up, where none waits
+LEAST_WAITING = 0.02  # future prompts that a row would hold up, if none waits
 LEAST_SHARE = 0.25  # of a worker with decode rows, for prompts
-LONE_STEP = 0.5  # a step of few rows, of the bound, where none was measured as less
+LONE_STEP = 0.5  # a step of few rows as a fraction of the bound, unless a shorter one was measured
 
 
 def adaptive(token_seconds: float, *, colocated: bool = False) -> Policy:
@@ -117,4 +117,4 @@ class _Island:
         if decode.prompt_tokens and not decode.rows:
             return self._bound  # its chunks will fill the time up to the bound
         measured = decode.token_seconds if decode.rows else self._step
-        return measured * (1 + decode.parked / max(decode.rows, 1))  # those that are parked come back, and have steps
+        return measured * (1 + decode.parked / max(decode.rows, 1))  # parked sequences come back, and have steps

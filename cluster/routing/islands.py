@@ -98,7 +98,7 @@ class Islands:
             }
             self._changes = PlacedChanges(self._table, [link.placed for link in self._links.values()])
             for link in self._links.values():
-                link.known_load = None  # what changed before is not among the changes
+                link.known_load = None  # earlier changes are not reported
         return self._links
 
     def loads(self) -> list[WorkerLoad]:
@@ -194,7 +194,7 @@ class Islands:
         """Returns each island's own account. All are asked at once."""
 
         async def one(island: IslandLinks) -> inference_pb2.IslandInfo:
-            state = island.state  # a later one would not fit the links
+            state = island.state  # a later state would not fit the links
             serving = island.links if state.workers else []
             workers = await asyncio.gather(*(link.status() for link in serving))
             return inference_pb2.IslandInfo(

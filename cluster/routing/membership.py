@@ -27,7 +27,7 @@ class IslandState:
     number: int = 0
     host: str = ""  # the address of its host
     gone: bool = False
-    cut_off: frozenset[int] = frozenset()  # PEs that have ended themselves, without a word to their callers
+    cut_off: frozenset[int] = frozenset()  # PEs that have ended themselves without telling their callers
     missing: int = 0  # workers that are being replaced while the others serve
     leaving: frozenset[int] = frozenset()  # PEs of workers that get no more requests, and end what they have
 

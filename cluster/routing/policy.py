@@ -68,7 +68,7 @@ class Pair(NamedTuple):
 
     decode: WorkerLoad
     prefill: WorkerLoad
-    first_token_seconds: float = 0.0  # what the policy expects; 0 where it expects nothing
+    first_token_seconds: float = 0.0  # the policy's estimate; 0 if it has none
 
 
 Policy = Callable[[Sequence[WorkerLoad], Ask, int], Iterator[Pair]]

@@ -56,7 +56,7 @@ class PrefixView(Generic[Holder]):
         self._masks: dict[int, int] = {}
         self._bits: dict[Holder, int] = {}
         self._holders: dict[int, Holder] = {}
-        self._groups: dict[int, tuple[Holder, ...]] = {}  # of masks that were met of late
+        self._groups: dict[int, tuple[Holder, ...]] = {}  # of masks that were met recently
         self._gone = 0  # the bits of workers that were dropped
 
     def __len__(self) -> int:
@@ -102,7 +102,7 @@ class PrefixView(Generic[Holder]):
                 prompt.first(end)  # the same list, longer
             left = masks.get(keys[end - 1], 0) & mask
             while mask != left:  # some of them hold no more than a part of this block
-                low, high = pages, end - 1  # the first page that one of them lacks is between these two
+                low, high = pages, end - 1  # the first page that a worker lacks is between these two
                 while low < high:
                     middle = (low + high) // 2
                     if masks.get(keys[middle], 0) & mask == mask:

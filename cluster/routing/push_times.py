@@ -9,7 +9,7 @@ from tandem.cluster.routing.policy import NO_PUSHES
 Hosts = tuple[str, str]
 """The prefill worker's host, then the decode worker's."""
 
-KEEP = 0.9  # of what was seen before, with each push
+KEEP = 0.9  # of earlier figures, with each push
 HALF_SECONDS = 60.0  # until an old figure counts half, so that a slow link is tried again
 FRESH_SECONDS = 1.0  # for which per_token stays as it is
 MOST_PAIRS = 1024

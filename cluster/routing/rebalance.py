@@ -7,7 +7,7 @@ from typing import NamedTuple
 from tandem.cluster.routing.policy import WorkerLoad
 
 FASTER = 0.7  # the target's token time, of the source's, at most
-ROWS_A_MOVE = 8  # one in so many of the source's rows goes at a time
+ROWS_A_MOVE = 8  # this fraction of the source's rows moves at a time: one in so many
 MOST_A_MOVE = 8
 
 

@@ -24,7 +24,7 @@ from tandem.workers.wire.prompt_spec import PromptSpec
 RETRY_SECONDS = 0.1  # between attempts of the head of the queue when nothing was given back meanwhile
 PREPARE_SECONDS = 5.0  # a decode worker answers between two steps
 ABORT_AGAIN_SECONDS = 1.0
-JUST_NOW_SECONDS = 0.02  # after all workers were asked, those that would make room need not be found again
+JUST_NOW_SECONDS = 0.02  # after all workers were asked, workers that would make room need not be found again
 
 
 @dataclass(eq=False)
@@ -65,7 +65,7 @@ class Placement:
     prompt_tokens: int  # those that the prefill worker has to compute
     total_tokens: int
     early_token: EarlyToken | None = None  # of an announced prompt: may come before the prefill worker's answer
-    expected_seconds: float = 0.0  # until the first token, by the routing policy; 0 where it expects nothing
+    expected_seconds: float = 0.0  # until the first token, by the routing policy; 0 if it has no estimate
     asked: float = 0.0  # when the decode worker was, by time.perf_counter()
 
     @property
@@ -318,7 +318,7 @@ class Router:
         except AdapterMissing:
             decode.lacks_adapter(request.prompt.adapter)
             return None
-        except (WorkerUnreachable, WorkerTimedOut):  # one that is stopped may answer when it goes on
+        except (WorkerUnreachable, WorkerTimedOut):  # a stopped worker may answer when it goes on
             decode.avoid()
             self.in_background(decode.abort(request.request_id, writer_quiet=True))  # no sender has its reservation
             return None

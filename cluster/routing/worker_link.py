@@ -42,8 +42,8 @@ class WorkerAddress:
     pe: int
     address: str
     token: str = field(repr=False)
-    identity: Identity | None = field(default=None, repr=False)  # for mutual TLS; None where loopback is enough
-    epoch: int = 0  # its own, where it has replaced another worker of its island; 0: the island's
+    identity: Identity | None = field(default=None, repr=False)  # for mutual TLS; None if loopback is enough
+    epoch: int = 0  # its own, if it has replaced another worker of its island; 0: the island's
 
 
 class WorkerLink:
@@ -71,7 +71,7 @@ class WorkerLink:
         self.role, self.pe, self.epoch = worker.role, worker.pe, (epoch := worker.epoch or epoch)
         self.placed = placed
         self._report = worker_pb2.WorkerReport()
-        self.known_load: WorkerLoad | None = None  # of worker_load(), until something of it changes
+        self.known_load: WorkerLoad | None = None  # of worker_load(), until any of its figures changes
         self._prompts: dict[str, int] = {}  # tokens of requests whose first token the worker has yet to give
         self.decoding = 0  # requests of this gateway process that the worker holds, to decode them
         self._address, self._host = worker.address, worker.address.rpartition(":")[0]

@@ -249,7 +249,7 @@ class GatewaySupervisor(Supervisor):
             return done.result()
         if isinstance(error, ProcessEnded):
             raise error
-        # It was stopped for a while, say: how long it may be silent is seen to elsewhere.
+        # It may have been stopped for a while. Its silence is limited elsewhere.
         log.warning("the gateway did not say whether there is an order: %s", error)
         self._stop.wait_any((), RETRY_SECONDS)
         return None
@@ -321,7 +321,7 @@ class GatewaySupervisor(Supervisor):
                 StopSignal().answers(drained, STOP_SECONDS + self._drain_seconds)
             calls = [member.call("stop", self.grace) for member in serving]
             StopSignal().answers(calls, STOP_SECONDS + self.grace)
-            self._group.end()  # kills what did not stop by itself
+            self._group.end()  # kills processes that did not stop by themselves
         if self._retires:
             for gateway in self._gateways:
                 self._release(gateway.settings.attempt_prefix)

@@ -10,7 +10,7 @@ from tandem.cluster.processes.processes import ActorProcess
 POLL_SECONDS = 0.25
 WARN_SECONDS = 15.0  # without an answer or progress, until a warning; the next ones come when that doubles
 IMPORTS = "imports"
-KERNELS = "kernels"  # the phase that may compile, where the report of the start counts what is ready
+KERNELS = "kernels"  # the phase that may compile, in which the report counts ready kernels
 KERNELS_WARN_SECONDS = 120.0  # some kernels take a minute to compile
 MEETING = "island"  # the phase in which workers wait for each other
 MEETING_SECONDS = 60.0  # it takes a second or two, and twenty more where nvcc compiles in it

@@ -323,7 +323,7 @@ class Island:
             raise StartFailed(f"{type(error).__name__}: {error}") from error
 
     def _stop_gently(self, members: Sequence[ActorProcess], seconds: float = STOP_SECONDS) -> None:
-        with suppress(Exception):  # what does not stop by itself is killed next
+        with suppress(Exception):  # a process that does not stop by itself is killed next
             StopSignal().results([member.call("stop") for member in members], seconds)
 
     def _try(self, role: Role, method: str, *arguments: object) -> bool:
@@ -332,7 +332,7 @@ class Island:
         calls = [member.call(method, *arguments) for worker, member in members if worker.role == role]
         try:
             StopSignal().results(calls, RELEASE_SECONDS)
-        except Exception:  # whatever it was, the members have not said that they did it
+        except Exception:  # whatever the error was, the members have not confirmed the call
             return False
         return True
 

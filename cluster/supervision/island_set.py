@@ -96,7 +96,7 @@ class IslandSet:
             supervisor.stop()
         for supervisor in self.all:
             supervisor.join()
-        with self._changing:  # what it has started since is among them
+        with self._changing:  # islands that it has started since are among them
             for supervisor in self.all:
                 supervisor.stop()
                 supervisor.join()
@@ -162,7 +162,7 @@ class IslandSet:
             done, pending = wait(pending, READY_POLL_SECONDS, FIRST_COMPLETED)
             for ready in done:
                 ready.result()
-            if self._closed:  # one that is told to stop while it starts is never ready
+            if self._closed:  # an island that is told to stop while it starts is never ready
                 raise StartFailed("the cluster stops")
 
     def _shrink(self, wanted: int) -> ScaleOutcome:

@@ -180,7 +180,7 @@ class IslandSupervisor(Supervisor):
         cut_off: frozenset[int] | None = None
         deadline = time.monotonic() + self._recovery.drain_seconds
         while cut_off is None or time.monotonic() < deadline:
-            if cut_off != self.island.cut_off:  # another worker may tell of a loss before its host was silent for long
+            if cut_off != self.island.cut_off:  # another worker may report a loss before its host was silent for long
                 cut_off = self.island.cut_off
                 self._stop.answers(self._account.tell_stopped(cut_off), GATEWAY_SECONDS)
             asked = self._account.ask_placed_tokens()
@@ -191,7 +191,7 @@ class IslandSupervisor(Supervisor):
 
     def _end(self) -> None:
         self._orders.close(ScaleRefused(f"island {self.island_name} is stopped"))
-        self.island.end(gently=self.island.formed)  # one that still starts may not answer for a while
+        self.island.end(gently=self.island.formed)  # a gateway process that still starts may not answer for a while
 
 
 def _after(calls: list[Future[Any]], act: Callable[[], None]) -> None:

@@ -105,7 +105,7 @@ class Cluster:
             network = Network(self._config, self._processes)
             self._room = IslandRoom(self._processes, self._config, network.where)
             islands = self._start_islands(max_model_len, network)
-            gateways = self._start_gateways(islands, max_model_len, network)  # beside the workers, for whom they wait
+            gateways = self._start_gateways(islands, max_model_len, network)  # while the workers start
             self._wait_until_ready(islands.all, lambda: progress and progress(islands.progress()), gateways.all)
             clocks = [island.island.clock for island in islands.all]
             self.clock.seconds |= max(clocks, key=lambda clock: sum(clock.seconds.values())).seconds
@@ -205,7 +205,7 @@ class Cluster:
         try:
             while islands.count < wanted:
                 self.scale_islands(islands.count + self._room_beside(old, wanted - islands.count))
-        except TandemError as error:  # the old cluster is gone, so this one serves with what it has
+        except TandemError as error:  # the old cluster is gone, so this one serves with its own islands
             log.warning("%d islands of num_islands %d serve: %s", islands.count, wanted, error)
 
     def _room_beside(self, old: Predecessor, most: int) -> int:
@@ -248,7 +248,7 @@ class Cluster:
         except StartFailed as error:
             each = f"island.num_prefill {section.num_prefill} and island.num_decode {section.num_decode}"
             raise StartFailed(f"num_islands is {islands}, each with {each}: {error}") from error
-        if len(self._processes.hosts) == 1:  # of other hosts the memory is not known here
+        if len(self._processes.hosts) == 1:  # the memory of other hosts is not known here
             check_host_bytes(self._config)
             check_disk_bytes(self._config)
 

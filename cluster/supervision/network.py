@@ -62,7 +62,7 @@ class Network:
 
             authority = Authority(config.name)
             self._worker, self._gateway = authority.worker(), authority.gateway()
-            # Of an authority of their own: workers are no callers of workers.
+            # Pages have an authority of their own: workers must not call workers.
             self._issue_pages = Authority(f"{config.name} pages").pages
             if config.gateway.nodes == "all":
                 self.peers = Authority(f"{config.name} gateways").peer()

@@ -15,7 +15,7 @@ from tandem.cluster.supervision.stop_signal import Stopping, StopSignal
 
 JOIN_SECONDS = 120.0
 RETRY_SECONDS = 1.0
-LONGEST_RETRY_SECONDS = 10.0  # where no host has room: one may come back
+LONGEST_RETRY_SECONDS = 10.0  # if no host has room: a host may come back
 log = logging.getLogger(__name__)
 
 
@@ -126,8 +126,8 @@ class Supervisor(ABC):
                 self._begin()
                 return
             except RayLost:
-                raise  # there is nothing that could start it again
+                raise  # nothing could start it again
             except TandemError as error:
                 lost = error
-                self._stop.wait_any((), pause)  # what the lost processes held may not all be free yet
+                self._stop.wait_any((), pause)  # resources of the lost processes may not be free yet
                 pause = min(2 * pause, LONGEST_RETRY_SECONDS) if isinstance(error, NoRoom) else RETRY_SECONDS

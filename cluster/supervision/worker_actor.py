@@ -17,10 +17,10 @@ from tandem.workers.logs import close_log, open_log
 from tandem.workers.ports.tls import Identity
 from tandem.workers.worker import Worker
 
-# For so long the event loop may keep the interpreter from the thread that launches kernels; 5 ms by default.
+# How long the event loop may keep the interpreter from the thread that launches kernels; Python's default is 5 ms.
 SWITCH_SECONDS = 0.0001
 LOST_POLL_SECONDS = 0.5
-LOST_SECONDS = 5.0  # where workers leave one after another, they lose each other for a moment
+LOST_SECONDS = 5.0  # workers that leave one after another lose each other for a moment
 
 
 class WorkerActor:
@@ -33,7 +33,7 @@ class WorkerActor:
         rank = f".{config.rank}" if config.rank else ""
         self._log = open_log(config.logging, f"{config.island}/worker.{config.pe}{rank}")
         self._stopped = threading.Event()
-        self._phase = ""  # of what prepares it right now
+        self._phase = ""  # of the start's present phase
         self._worker = Worker(config)
         self._claim: GpuClaim | None = None
 

@@ -19,9 +19,9 @@ from tandem.workers.checkpoint.errors import InvalidTokenizer
 from tandem.workers.checkpoint.tokenizer_files import DEFAULT, MAX_TEMPLATE_BYTES
 
 RENDER_SECONDS = 2.0
-MOST_SAID = 500  # characters of what a template says, which may repeat what it was given
+MOST_SAID = 500  # characters of a template's error, which may repeat its input
 MAX_INDENT = 64
-GOES_ON = "\N{WORD JOINER}goes-on\N{WORD JOINER} "  # behind the message that an answer continues
+GOES_ON = "\N{WORD JOINER}goes-on\N{WORD JOINER} "  # added after the message that an answer continues
 TEMPLATE_FILE = "<template>"  # what jinja calls the code of a template that came as a string
 FOR_TOOLS = "tool_use"  # the name of the template for requests with tools
 CHOSEN = "chat_template"  # the variable that names a template
@@ -88,7 +88,7 @@ class ChatTemplate:
         try:
             with _time_limit(RENDER_SECONDS), self._environment.metered():
                 return self._template.render(given)
-        except Exception as error:  # a template may raise anything; for the caller all of it is the template's refusal
+        except Exception as error:  # a template may raise anything; the caller sees it as the template's refusal
             raise ChatTemplateError(f"the chat template refuses these messages: {error!s:.{MOST_SAID}}") from error
 
 

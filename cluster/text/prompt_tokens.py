@@ -20,7 +20,7 @@ def prompt_tokens(tokenizer: Tokenizer | None, message: inference_pb2.GenerateRe
     Raises ChatTemplateError and TokenizerFailed.
     """
     if message.HasField("token_ids"):
-        # A slice is a list: numpy takes thrice as long for what protobuf has.
+        # A slice is a list: numpy takes thrice as long for protobuf's own type.
         return np.array(message.token_ids.ids[:], np.int64)
     assert tokenizer is not None, "the validator refuses text without one"
     if message.HasField("text"):

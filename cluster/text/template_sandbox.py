@@ -93,7 +93,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         return bounded
 
     def _bounded(self, name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(filter)  # with what jinja has noted at it
+        @functools.wraps(filter)  # with jinja's attributes
         def bounded(*args: Any, **kwargs: Any) -> Any:
             first = 1 if hasattr(filter, "jinja_pass_arg") else 0
             text = args[first] if len(args) > first and isinstance(args[first], str) else None

@@ -31,5 +31,5 @@ class TokenOffsets:
         if is_special and self._text is not None and not self._text.startswith(own, before):
             return before
         self._length += len(self._stream.push([token_id]))
-        # What was held back, and has become replacement characters, comes before a token that is whole.
+        # Held bytes that became replacement characters come before a whole token.
         return before if REPLACEMENT in own else max(before, self._length - len(own))

@@ -13,8 +13,8 @@ from tandem.cluster.text.chat_template import MOST_SAID, ChatTemplates
 from tandem.workers.checkpoint.tokenizer_files import TokenizerFiles
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-PANIC = "PanicException"  # the name of what the library raises when it fails: it derives from BaseException only
-KNOWN_TOKENS = 1 << 14  # whose texts are kept: log-probabilities name the same ones again and again
+PANIC = "PanicException"  # the library's exception when it fails: it derives from BaseException only
+KNOWN_TOKENS = 1 << 14  # tokens whose texts are kept: log-probabilities name the same tokens again and again
 HELD_TOKENS = 16  # more than a character takes: the bytes that are still missing will not come
 BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")  # a byte in the vocabulary of SentencePiece
 
@@ -178,7 +178,7 @@ class TextStream:
         held = self._held + new
         text = self._decode(self._context + held)
         incomplete = text.endswith(REPLACEMENT)
-        if incomplete and len(new) > 1:  # a decoder may spoil what is complete with what is not
+        if incomplete and len(new) > 1:  # a decoder may spoil complete characters with incomplete ones
             return "".join(self.push([token_id]) for token_id in new)
         self._held = held
         if (incomplete or len(text) == self._emitted) and len(held) < HELD_TOKENS:

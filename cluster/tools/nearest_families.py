@@ -14,7 +14,7 @@ MINOR = (
     "softcaps",
     "inputs of each layer",
 )  # count half of what others do
-FARTHEST = 4  # the distance of a family that is still worth a name
+FARTHEST = 4  # the largest distance at which a family is named
 LISTED = 3  # families in a sentence
 HALF = {"encoder": True}
 

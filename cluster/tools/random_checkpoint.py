@@ -27,8 +27,8 @@ CHAT_TEMPLATE = (
 )
 SHARD_BYTES = 5 << 30
 EMBEDDINGS = (".embed_tokens.weight", ".embeddings.weight")
-LOGITS_STD = 4  # about what trained models have: sampling at temperature 1 then has favourites
-FAINT = 0.15  # of what a layer adds to its input, where a layer for multi-token prediction is to be right
+LOGITS_STD = 4  # as in trained models, about: sampling at temperature 1 then has favourites
+FAINT = 0.15  # factor of what layers add to their input, so that a layer for multi-token prediction is right
 OUTPUTS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "experts.down_proj")
 
 

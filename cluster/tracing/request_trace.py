@@ -61,7 +61,7 @@ class RequestTrace(RequestObserver):
         self._root = self._add("request", GATEWAY, self._at(arrived), 0, given[2] if given else "")
         self._root.attributes["frontend"] = origin.frontend
         self._waits_since = self._root.begin_ns
-        self._again = ""  # what the next placement is: "replay" behind a loss
+        self._again = ""  # the next placement's name: "replay" after a loss
         self._placement: Placement | None = None
         self._pushed_ns = 0
         self._decoded = worker_pb2.Decoded()

@@ -16,7 +16,7 @@ from setproctitle import setproctitle
 
 NUMBER_BYTES = 8
 TITLE_BYTES = 15  # as long as Linux keeps
-_loads: Callable[[bytes], Any] = vars(ForkingPickler)["loads"]  # typeshed takes it for a method
+_loads: Callable[[bytes], Any] = vars(ForkingPickler)["loads"]  # typeshed declares it as a method
 CONSTRUCTOR = 0  # the number of the first message, (kind, argument); it is answered only if the constructor fails
 
 

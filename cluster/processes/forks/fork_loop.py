@@ -103,7 +103,7 @@ class _ForkLoop:
             os.set_inheritable(self._listener.fileno(), True)
             os.execv(sys.executable, command(self._listener.fileno(), (), self._title, imports=False))
         gc.collect()
-        gc.freeze()  # a collection in an actor would write to, and so copy, what is shared
+        gc.freeze()  # a collection in an actor would write to shared memory, and so copy it
         self._dismiss_spare()  # it lacks them
 
     def _look(self) -> None:
@@ -140,7 +140,7 @@ class _ForkLoop:
                 return
             self._fork(asked, order, descriptors)
         except (EOFError, OSError):
-            pass  # it is gone, and what it has asked for ends with it; or there is no memory for a process
+            pass  # it is gone, and its actor ends with it; or there is no memory for a process
         finally:
             close_all(descriptors)
         asked.close()

@@ -36,7 +36,7 @@ RETRY_SECONDS = 0.05
 ANSWER_SECONDS = 30.0  # a fork takes milliseconds, once the imports are done; those for another client may come between
 END_SECONDS = 10.0
 REAP_SECONDS = 1.0
-# Threads that spin while idle would take the cores from other processes. They are made by the imports.
+# The imports make threads that spin while idle, which would take cores from other processes.
 THREADS: Mapping[str, str] = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 
@@ -293,7 +293,7 @@ def _fork_here(listener: socket.socket, modules: Sequence[str], title: str) -> i
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # a handler must not run in the child
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads of a BLAS, which see to forks themselves
+            warnings.simplefilter("ignore", DeprecationWarning)  # about threads of a BLAS, which handles forks itself
             pid = os.fork()
         if pid:
             return pid

@@ -16,7 +16,7 @@ from tandem.cluster.processes.forks.actor_server import CONSTRUCTOR, pack, read,
 from tandem.cluster.processes.processes import ActorProcess
 
 STATUS_BYTES = 4
-STATUS_SECONDS = 10.0  # a server on a busy host writes it late; the end of one is noticed at once
+STATUS_SECONDS = 10.0  # a server on a busy host writes it late; the end of a server is noticed at once
 
 
 class ForkedActor(ActorProcess):
@@ -99,7 +99,7 @@ class ForkedActor(ActorProcess):
         self._wait_for_end()
 
     def _how_it_ended(self) -> str:
-        try:  # it is still ending, for as long as a GPU takes to free what it held
+        try:  # it is still ending, as long as a GPU frees its memory
             status = int(Path(f"/proc/{self.pid}/stat").read_bytes().split()[-1])
         except OSError:  # its server has reaped it, and writes its status next
             received = select.select([self._status], [], [], STATUS_SECONDS)[0] and os.read(self._status, STATUS_BYTES)

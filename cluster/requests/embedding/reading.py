@@ -32,9 +32,9 @@ from tandem.workers.wire.messages import prompt_to_proto
 from tandem.workers.wire.prompt_spec import MOST_READ, PromptSpec
 
 Values = NDArray[np.float32]
-LOOK_SECONDS = 0.02  # between two looks for a worker with room, where nothing of this process has ended
-AHEAD = 3  # full forwards of these prompts that a worker may have: it is never idle, and others wait for no more
-MOST_VALUES = 1 << 21  # numbers of one call's answer: messages have at most 16 MiB beside a prompt
+LOOK_SECONDS = 0.02  # between two looks for a worker with room, if no call of this process has ended
+AHEAD = 3  # full forwards of these prompts per worker: it is never idle, and others wait no longer
+MOST_VALUES = 1 << 21  # numbers of one call's answer: messages have at most 16 MiB besides a prompt
 
 
 @dataclass(frozen=True, eq=False)
@@ -243,7 +243,7 @@ class _Place:
             self.link.load -= tokens
             self._placed[self.link] -= tokens
             if not self._placed[self.link]:
-                del self._placed[self.link]  # which may be of a worker that is gone
+                del self._placed[self.link]  # the answer may come from a worker that is gone
             self._queue.room.set()
 
 

@@ -42,7 +42,7 @@ class EmbeddingRecipe:
     counts_prompt: bool = True  # whether the mean has the prompt's tokens, too
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str = ""  # of requests that name none
-    longest: int | None = None  # tokens of an input; None: as the model can
+    longest: int | None = None  # tokens of an input; None: the model's limit
     refused: str = ""
     unpooled: str = ""
 

@@ -22,7 +22,7 @@ class GuideChecks:
         """vocab_size, eos_token_ids: see Grammars."""
         self._readers = readers
         self._vocabulary = vocab_size, eos_token_ids
-        self._known: OrderedDict[Guided, str] = OrderedDict()  # why a grammar is refused; empty for one that is not
+        self._known: OrderedDict[Guided, str] = OrderedDict()  # why a grammar is refused; empty if it is not
 
     async def check(self, host: str, guided: Guided) -> None:
         """Raises InvalidRequest for a grammar that no worker could follow. host: see Readers.run()."""

@@ -21,7 +21,7 @@ from tandem.workers.sampling.guided import Grammars, Guided
 
 T = TypeVar("T")
 NICE = 5  # streams go first
-STACK_BYTES = 1 << 20  # of the compiler's thread; those of workers have more
+STACK_BYTES = 1 << 20  # of the compiler's thread; workers have more
 GUIDE_BYTES = 1 << 30  # that compiling one grammar may add to this process
 
 

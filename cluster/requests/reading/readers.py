@@ -27,7 +27,7 @@ from tandem.workers.service.turns import ClientTurns
 T = TypeVar("T")
 PROCESSES = 2  # of which one client has one
 READ_SECONDS = 10.0  # for one request
-START_SECONDS = 60.0  # of what forks them; it imports for a second
+START_SECONDS = 60.0  # for the fork server, whose imports take a second
 
 
 class ReadTooSlow(Exception):
@@ -88,7 +88,7 @@ class Readers:
     async def _ask(self, client: str, method: str, *arguments: object) -> Any:
         async with AsyncExitStack() as turn:
             await turn.enter_async_context(self._turns.turn(client))
-            # It goes on when the caller is cancelled: the process reads on, and keeps its place until it has ended.
+            # The process reads on when the caller is cancelled, and keeps its place until it ends.
             reading = unwatched(asyncio.ensure_future(self._call(turn.pop_all(), method, *arguments)))
         return await asyncio.shield(reading)
 

@@ -138,7 +138,7 @@ class Autoscaler:
         while not self._stopped.wait(TICK_SECONDS):
             try:
                 self.look()
-            except TandemError as error:  # of a lost Ray, which ends the cluster by itself
+            except TandemError as error:  # of a lost Ray, which ends the cluster anyway
                 self._show(self._islands.count, str(error))
             except Exception:
                 log.exception("the scaling policy could not look")
@@ -182,7 +182,7 @@ class Autoscaler:
         return self._count if self._state is None else self._state.wanted_islands
 
     def _grow(self, count: int, decision: Decision) -> None:
-        wanted = max(decision.islands, self._asked)  # what was asked for was sure: it is not asked less each second
+        wanted = max(decision.islands, self._asked)  # an earlier request was certain: it does not shrink each second
         free = self._room.free(wanted - count)
         if free < wanted - count:
             self._wanted_at = self._clock()

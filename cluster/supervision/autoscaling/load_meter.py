@@ -14,7 +14,7 @@ from tandem.cluster.peers.table import Column, GatewayTable
 from tandem.cluster.supervision.autoscaling.scaling_policy import Load
 
 FRACTION = 0.9  # of values that a target is for
-LEAST_VALUES = 10  # fewer in a window say nothing
+LEAST_VALUES = 10  # fewer in a window tell nothing
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class LoadMeter:
         if not seconds:
             return Load()
         return Load(
-            # By Little's law. Where none was placed there is no pace to tell by.
+            # By Little's law. Without any placement the pace is unknown.
             queue_seconds=(queued * seconds / placed if placed else math.inf) if queued else 0.0,
             first_token_seconds=_quantile(series.FIRST_TOKEN, before.first, now.first),
             token_seconds=_quantile(series.GAPS, before.gaps, now.gaps),

@@ -19,7 +19,7 @@ class _Seen:
 
     queued: float = 0.0  # requests that wait for room
     prompts: float = 0.0  # tokens of prompts that prefill workers have yet to compute
-    busy: float = 0.0  # the part of the prefill workers that have some
+    busy: float = 0.0  # the fraction of prefill workers that have such tokens
     placed: float = 0.0  # tokens on decode workers, whose prompts are computed or not
 
 

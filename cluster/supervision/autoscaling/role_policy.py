@@ -11,8 +11,8 @@ from tandem.cluster.scaling import MAX_WORKERS, Shape
 from tandem.cluster.supervision.autoscaling.sizing import HEADROOM, Pressure, Sizing
 from tandem.workers.config import Role
 
-BUSY = 0.9  # of the time: so busy prefill workers are what limits the cluster
-BACKLOG, MOST = 0.25, 0.5  # of the room on decode workers: so much of it waits for prompts, of busy workers or others
+BUSY = 0.9  # of the time: prefill workers that are busier limit the cluster
+BACKLOG, MOST = 0.25, 0.5  # of the room on decode workers that waits for prompts
 OTHER = {Role.PREFILL: Role.DECODE, Role.DECODE: Role.PREFILL}
 
 

@@ -12,7 +12,7 @@ from tandem.cluster.supervision.autoscaling.sizing import Pressure, Sizing
 class Load:
     """The recent load that the gateway has seen. None: too few requests came to tell."""
 
-    queue_seconds: float = 0.0  # how long a request that came now would wait for room; 0 where none waits
+    queue_seconds: float = 0.0  # how long a request that came now would wait for room; 0 if none waits
     first_token_seconds: float | None = None
     token_seconds: float | None = None
     tokens_per_second: float = 0.0  # of prompts and outputs, as far as they were served

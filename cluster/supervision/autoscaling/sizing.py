@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from tandem.cluster.config.scaling import ScalingSection
 
-COMFORT = 0.8  # of every target: what figures must be below before one ends
-HEADROOM = 0.75  # of what one can do: what those that stay may get to do
-SURPRISE = 1.25  # times what one could do: so much done in comfort says that the work is another one
+COMFORT = 0.8  # of every target: figures must be below before a member ends
+HEADROOM = 0.75  # of a member's capacity: the most that remaining members may get
+SURPRISE = 1.25  # times a member's capacity: so much done without stress means that the work has changed
 MOST_GROWTH = 2.0
 
 
@@ -43,7 +43,7 @@ class Sizing:
         """clock: seconds, monotonic."""
         self._section = section
         self._clock = clock
-        self._capacity: float | None = None  # tokens a second of one, when a target was last missed
+        self._capacity: float | None = None  # tokens a second of a member, when a target was last missed
         self._missed_since: float | None = None
         self._calm_since: float | None = None
         self._peak = 0.0  # tokens a second, since it is calm

@@ -24,7 +24,7 @@ from tandem.cluster.supervision.gateways.host_share import HostCounts
 from tandem.cluster.supervision.network import Network
 from tandem.workers.ports.tls import bracketed
 
-LOOK_SECONDS = 2.0  # between two looks at which hosts there are
+LOOK_SECONDS = 2.0  # between two looks at the list of hosts
 JOIN_SECONDS = 10.0
 AGAIN_SECONDS = 60.0  # until a host on which no gateway could be started is tried again
 WILDCARDS = ("0.0.0.0", "::")
@@ -159,8 +159,8 @@ class GatewaySet:
             try:
                 self._follow(self._hosts())
             except RayAway:
-                pass  # it is said elsewhere, and hosts neither come nor go until it is back
-            except Exception as error:  # Ray's, say: whether it is lost is seen to elsewhere
+                pass  # this is reported elsewhere, and hosts neither come nor go until it is back
+            except Exception as error:  # Ray's, for example: its loss is handled elsewhere
                 log.warning("gateways cannot follow their hosts: %s: %s", type(error).__name__, error)
             self._counts.look({self._numbered[address]: one for address, one in self._supervisors.items()})
 

@@ -154,7 +154,7 @@ class FarShare(HostShare):
     def is_there(self) -> bool:
         try:
             StopSignal().results([self.owner.call("ping")], CALL_SECONDS)
-        except Exception:  # whatever it was, it has not answered
+        except Exception:  # whatever the error was, it has not answered
             return False
         return True
 

@@ -67,7 +67,7 @@ class ElasticIsland(Island):
 
     def takes(self, shape: Shape) -> bool:
         """Returns whether the island's workers can be changed to that shape while it serves."""
-        kept = self._config.record.folder is not None  # a record is of workers that stay
+        kept = self._config.record.folder is not None  # a record needs workers that stay
         return self.formed and not kept and Counter(map(self._size, shape.roles)) <= Counter(self._places)
 
     def place_of(self, ended: ProcessEnded) -> int | None:

@@ -19,7 +19,7 @@ class IslandAccount:
         self._membership = membership
         self._budget = budget
         self._epochs = itertools.count(FIRST_EPOCH)
-        self.epoch = self.draw()  # the one that the gateway is told
+        self.epoch = self.draw()  # the epoch that the gateway is told
 
     def draw(self) -> int:
         """Draws the number of the next epoch. A number is not used again, even if its epoch did not come about."""

@@ -22,7 +22,7 @@ from tandem.cluster.supervision.supervisor import RestartBudget
 from tandem.workers.config import Role
 
 GATEWAY_SECONDS = 2.0  # longest wait for the gateway's processes to answer
-MOVE_SECONDS = 10.0  # longest wait for requests that go on elsewhere; what is left is placed again
+MOVE_SECONDS = 10.0  # longest wait for requests that move; the rest is placed again
 log = logging.getLogger(__name__)
 
 
@@ -138,7 +138,7 @@ class WorkerChanges:
         while self._leaving and (now := time.monotonic()) < moves + MOVE_SECONDS:
             asked = self._account.ask_unfinished(self._leaving, move=now >= moves)
             counts = self._stop.answers(asked, GATEWAY_SECONDS)
-            if not any(counts) and all(call.done() for call in (*told, *asked)):  # those of a lost process have ended
+            if not any(counts) and all(call.done() for call in (*told, *asked)):  # a lost process's calls have ended
                 break
             try:
                 self._island.look()

@@ -21,7 +21,7 @@ ALIASES = {
 
 TYPES = frozenset({"string", "integer", "number", "boolean", "array", "object", "null"})
 ALTERNATIVES = ("anyOf", "oneOf")
-MOST_SCHEMAS = 256  # that are looked at for one parameter: references may go in circles
+MOST_SCHEMAS = 256  # schemas per parameter: references may go in circles
 WHOLE = re.compile(r"[+-]?\d{1,300}", re.ASCII)
 EXACT = 1 << 53  # integers below it are floats, too
 

@@ -31,7 +31,7 @@ ANY_TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "f", "description": "", "parameters": {"type": "object", "properties": {}}},
 }
-LEAST_THINKING = 64  # of max_tokens; with fewer an output that follows a guide begins with it
+LEAST_THINKING = 64  # of max_tokens; with fewer a guided output begins at once
 
 
 class Left(Enum):

@@ -8,7 +8,7 @@ from tandem.cluster.text.parsers.parts import ParsedParts
 from tandem.cluster.text.parsers.source import Malformed, Source, Waiting
 
 MOST_PYTHON, MOST_VALUES = 1 << 18, 1 << 12  # characters, and values, of calls in Python: they are read at once
-JSON_NAMES = {"true": True, "false": False, "null": None}  # which models write for Python's
+JSON_NAMES = {"true": True, "false": False, "null": None}  # JSON's constants, which models write for Python's
 
 
 def pythonic(source: Source, parts: ParsedParts, schemas: Schemas) -> Waiting[None]:

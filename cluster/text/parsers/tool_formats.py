@@ -80,9 +80,9 @@ class ToolFormat:
 
     openers: tuple[str, ...] = ()  # texts that begin a call, wherever they stand
     call: CallParser = _no_call  # reads it
-    closers: tuple[str, ...] = ()  # texts that are nothing behind a call
+    closers: tuple[str, ...] = ()  # texts that are dropped after a call
     start: Callable[[Source, ParsedParts, Schemas], Waiting[None]] = _nothing  # reads calls with which an answer begins
-    marks: tuple[str, ...] = ()  # texts of its own; where they are special tokens, the text must keep those
+    marks: tuple[str, ...] = ()  # its own texts; if they are special tokens, the text must keep them
     id_length: int = 24  # characters of a call's id; templates of Mistral's take no other
 
 

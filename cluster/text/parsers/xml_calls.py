@@ -14,7 +14,7 @@ from tandem.cluster.text.parsers.source import Malformed, Source, Waiting
 
 TOOL, TOOL_END = "<tool_call>", "</tool_call>"
 FUNCTION, PARAMETER, PARAMETER_END, FUNCTION_END = "<function=", "<parameter=", "</parameter>", "</function>"
-FOLLOWING = (PARAMETER, FUNCTION_END, TOOL_END)  # what stands behind a parameter
+FOLLOWING = (PARAMETER, FUNCTION_END, TOOL_END)  # the tags that may follow a parameter
 BEHIND = {PARAMETER_END: FOLLOWING, FUNCTION_END: (TOOL_END, FUNCTION, TOOL)}  # else such a tag is part of a value
 KEY, KEY_END, VALUE, VALUE_END = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 

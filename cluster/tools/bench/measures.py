@@ -20,7 +20,7 @@ from tandem.cluster.tools.bench.mixes import Slo
 from tandem.cluster.tools.bench.timeline import Timeline
 
 PERCENTILES = (50, 90, 95, 99)
-LATE_MS = 10.0  # at p99: beyond it requests come in other bursts than were asked for
+LATE_MS = 10.0  # at p99: above it requests come in other bursts than asked for
 BUSY = 0.8  # of a core
 MOST_ERRORS = 5  # kinds that are told
 

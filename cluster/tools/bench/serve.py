@@ -20,8 +20,8 @@ from tandem.cluster.tools.bench.targets import Refused
 from tandem.cluster.tools.bench.workload import Workload
 
 LEAST_SECONDS = 8.0  # of a trial's measured arrivals, so that a load comes to its steady state
-LEAST_BUDGETED_SECONDS = 4.0  # the same, where the budget is small
-SLACK_SECONDS = 5.0  # what a request may take longer than the SLO has it, before a sweep's trial counts it as failed
+LEAST_BUDGETED_SECONDS = 4.0  # the same, if the budget is small
+SLACK_SECONDS = 5.0  # beyond the SLO's time, before a sweep's trial counts a request as failed
 
 Run = Callable[[Load, int | None], Awaitable[PartOutcome]]
 """The type of Generators.run."""

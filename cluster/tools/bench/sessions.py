@@ -10,7 +10,7 @@ from tandem.cluster.tools.bench.arrivals import gamma_arrivals
 from tandem.cluster.tools.bench.lengths import Lengths
 from tandem.cluster.tools.sample_text import SENTENCES
 
-LOWEST_TOKEN = 10  # below it are often special ones
+LOWEST_TOKEN = 10  # ids below it are often special tokens
 WORDS = sorted({word.strip(".,;:?!").lower() for sentence in SENTENCES for word in sentence.split()})
 PREFIX, SESSION = 1, 2  # what a stream of random numbers is for
 

@@ -25,7 +25,7 @@ PAGE, LONGEST, MOST = 16, 256, 24
 
 
 class AdaptedModel:
-    """Holds adapters, of which as many as there are slots are on the device."""
+    """Holds adapters; as many as there are slots are on the device."""
 
     def __init__(
         self,
@@ -39,7 +39,7 @@ class AdaptedModel:
         device: str = "cpu",
         kernels: KernelFactory = choose_kernels,
     ) -> None:
-        """adapters: their folders; or one for `count` random ones, which are alike in each model."""
+        """adapters: their folders, or a folder for `count` random ones, which are alike in each model."""
         config = load_config(folder, dtype)
         settings, layout = AdapterSettings(slots, rank), kv_layout(config, PAGE)
         decoder = load_decoder(folder, config, device=device, adapters=settings)
@@ -65,12 +65,12 @@ class AdaptedModel:
         self.cache.remove_sequence(sequence)
 
     def prompts(self, prompts: Mapping[int, Sequence[int]]) -> Tensor:
-        """Logits behind each, in one forward."""
+        """Returns the logits after each prompt, computed in one forward."""
         tokens = [np.array(prompt) for prompt in prompts.values()]
         return compute_prompts(self.runner, list(prompts), tokens, [len(prompt) for prompt in prompts.values()])
 
     def steps(self, firsts: Mapping[int, int], count: int) -> list[list[int]]:
-        """Greedy tokens of the next `count` steps; each row's first input is given."""
+        """Returns the greedy tokens of the next `count` steps; each row's first input is given."""
         ids, rows = tuple(firsts), len(firsts)
         sampling = SampleBatch.from_params([SamplingParams(temperature=0)] * rows)
         tokens, found = np.array(list(firsts.values())), list[list[int]]()
@@ -86,7 +86,8 @@ class AdaptedModel:
         return self.runner.launch(Batch([sequence]), np.array([token]), None)[0]
 
     def in_chunks(self, prompts: Mapping[int, Sequence[int]], splits: Mapping[int, int]) -> list[int]:
-        """The likeliest token behind each prompt. Those in `splits` come in two forwards, the others in the second."""
+        """Returns the likeliest token after each prompt. Prompts in `splits` come in two forwards, the others in the
+        second."""
         whole = {row: len(prompt) for row, prompt in prompts.items()}
         firsts = [np.array(prompts[row][:end]) for row, end in splits.items()]
         compute_prompts(self.runner, list(splits), firsts, [whole[row] for row in splits])

@@ -29,7 +29,7 @@ class Workers:
         self.prefill, self.decode = stubs
 
     def load(self, name: str, folder: Path) -> bytes:
-        """Into both. Returns the digest."""
+        """Loads an adapter into both workers. Returns the digest."""
         request = worker_pb2.LoadAdapterRequest(epoch=EPOCH, name=name, path=str(folder))
         loaded = [stub.LoadAdapter(request, timeout=30) for stub in (self.prefill, self.decode)]
         assert loaded[0] == loaded[1]
@@ -101,6 +101,6 @@ def serving(model: Path, adapters: AdapterSettings, overrides: dict[str, Any] | 
 def expected(
     model: Any, folder: Path | None, prompt: Sequence[int], tokens: int = TOKENS, *, peft: bool = False
 ) -> list[int]:
-    """peft: by PEFT, else with the adapter in the weights."""
+    """Returns the expected tokens. peft: by PEFT, else with the adapter merged into the weights."""
     with (by_peft if peft else merged)(model, folder) as adapted:
         return greedy(adapted, prompt, tokens)

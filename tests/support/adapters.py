@@ -33,7 +33,8 @@ def modules_of(model: "PreTrainedModel", targets: Sequence[str]) -> dict[str, to
 def save_adapter(
     model: "PreTrainedModel", folder: Path, targets: Sequence[str], *, rank: int = 4, seed: int = 0, **config: Any
 ) -> Path:
-    """A PEFT folder with a random adapter of the modules `targets`. config: other fields of adapter_config.json."""
+    """Saves a PEFT folder with a random adapter of the modules `targets`. config: other fields of
+    adapter_config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     fields = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": list(targets), "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(fields | config))
@@ -51,7 +52,7 @@ def save_adapter(
 
 @contextmanager
 def by_peft(model: "PreTrainedModel", folder: Path | None) -> Iterator["PreTrainedModel"]:
-    """The model with the adapter; None: as it is."""
+    """Yields the model with the adapter; None: without one."""
     if folder is None:
         yield model
         return
@@ -68,8 +69,8 @@ def by_peft(model: "PreTrainedModel", folder: Path | None) -> Iterator["PreTrain
 
 @contextmanager
 def merged(model: "PreTrainedModel", folder: Path | None) -> Iterator["PreTrainedModel"]:
-    """The same, with the adapter added to the weights: PEFT takes gate_proj and up_proj of a family with experts for
-    routed ones, wherever they are. For adapters of one rank and scale."""
+    """Yields the model with the adapter added to the weights, because PEFT takes gate_proj and up_proj of a family with
+    experts for routed ones, wherever they are. For adapters of one rank and scale."""
     before = {name: one.clone() for name, one in model.state_dict().items()} if folder is not None else {}
     if folder is not None:
         config = json.loads((folder / "adapter_config.json").read_text())
@@ -88,7 +89,7 @@ def merged(model: "PreTrainedModel", folder: Path | None) -> Iterator["PreTraine
 
 
 def save_for(weights: AdaptedWeights, folder: Path, *, rank: int, seed: int = 0) -> Path:
-    """A random adapter of everything that adapters can change of a model with one rank."""
+    """Saves a random adapter of everything that adapters can change in a model with one rank."""
     folder.mkdir(parents=True, exist_ok=True)
     targets = sorted({name.rpartition(".")[2] for name in weights.parts})
     fields = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets, "bias": "none"}
@@ -105,7 +106,7 @@ def save_for(weights: AdaptedWeights, folder: Path, *, rank: int, seed: int = 0)
 def held_adapters(
     config: ModelConfig, weights: AdaptedWeights, folders: Sequence[Path]
 ) -> tuple[Adapters, list[bytes]]:
-    """The adapters of a worker that holds those in the folders, and their digests."""
+    """Returns the adapters of a worker that holds the adapters in the folders, and their digests."""
     adapters, digests = Adapters(config, weights, (len(folders) + 1) * weights.slot_bytes), list[bytes]()
     for number, path in enumerate(folders):
         adapters.read(number, path.name, str(path))
@@ -115,5 +116,5 @@ def held_adapters(
 
 
 def random_adapters(weights: AdaptedWeights, folder: Path, count: int) -> list[Path]:
-    """Folders with adapters of all products of a model, the same ones each time."""
+    """Makes folders with adapters of all products of a model, the same each time."""
     return [save_for(weights, folder / str(number), rank=weights.rank, seed=number) for number in range(count)]

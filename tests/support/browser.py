@@ -63,7 +63,7 @@ class Tab:
         self._call("Emulation.setEmulatedMedia", features=features)
 
     def run(self, script: str) -> Any:
-        """The value of an expression in the page."""
+        """Returns the value of an expression in the page."""
         result = self._call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
@@ -75,7 +75,7 @@ class Tab:
         )
 
     def until(self, selector: str, *wanted: str) -> str:
-        """The text of an element, once it has all of these."""
+        """Returns the text of an element, once it contains all of these."""
         deadline = time.monotonic() + SECONDS
         while not all(one in (text := self.text(selector)) for one in wanted):
             assert time.monotonic() < deadline, f"{selector} has {text!r}; {wanted} are missing; {self.complaints}"
@@ -83,7 +83,7 @@ class Tab:
         return text
 
     def type(self, selector: str, text: str) -> None:
-        """Into a field, as a person does, with Enter."""
+        """Types into a field and presses Enter, as a person does."""
         self.run(f"document.querySelector({selector!r}).focus()")
         self._call("Input.insertText", text=text)
         for kind in ("keyDown", "keyUp"):
@@ -92,7 +92,7 @@ class Tab:
             )
 
     def picture(self, file: Path) -> None:
-        """All of the page, as PNG."""
+        """Saves the whole page as PNG."""
         size = self._call("Page.getLayoutMetrics")["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
         taken = self._call("Page.captureScreenshot", format="png", captureBeyondViewport=True, clip=clip)

@@ -40,7 +40,8 @@ class CachedModel:
         all_rows: bool = False,
         parents: Sequence[Sequence[int] | None] | None = None,
     ) -> Tensor:
-        """Logits after the last token of each, or after all tokens. parents: token_tree_parents."""
+        """Returns the logits after the last token of each sequence, or after all tokens. parents:
+        token_tree_parents."""
         lengths = [len(part) for part in tokens.values()]
         plan = self.cache.begin_forward(list(tokens), lengths, token_tree_parents=parents)
         packed = np.array([token for part in tokens.values() for token in part], np.int64)
@@ -54,12 +55,13 @@ class CachedModel:
         return self.runner.sample(logits, batch, np.zeros(rows, np.int64)).token_ids.tolist()
 
     def feed(self, sequence: int, text: list[int], splits: Sequence[int]) -> Tensor:
-        """Logits after the last token of `text`, which comes in chunks that end at `splits` and at its end."""
+        """Returns the logits after the last token of `text`, which comes in chunks that end at `splits` and at its
+        end."""
         edges = [self.cache.num_tokens(sequence), *splits, len(text)]
         return [self.step({sequence: text[begin:end]}) for begin, end in pairwise(edges)][-1]
 
     def generate(self, sequence: int, logits: Tensor, count: int) -> list[int]:
-        """Greedy tokens, from logits after the last one of the sequence."""
+        """Generates greedy tokens from logits after the sequence's last token."""
         tokens = self.sample(logits)
         while len(tokens) < count:
             tokens += self.sample(self.step({sequence: tokens[-1:]}))

@@ -397,8 +397,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def sizes_for_ranks(case: str, ranks: int) -> dict[str, int]:
-    """Fields of a case's configuration by which so many ranks can divide its recurrent heads. Four ranks divide eight
-    heads; those that serve them, of which cases have two, are shared by two ranks each."""
+    """Returns fields of a case's configuration with which so many ranks can divide its recurrent heads. Four ranks
+    divide eight heads. Cases have two heads that serve them, and two ranks share each."""
     fields = {"linear_num_heads", "linear_num_value_heads", "mamba_num_heads"} & CASES[case][1].keys()
     return dict.fromkeys(fields, 8) if ranks == 4 else {}
 
@@ -442,7 +442,7 @@ CHOOSE_POSITIONS = ("deepseek_v32", "glm_moe_dsa")
 
 
 def sizes_on_gpu(family: str) -> dict[str, int]:
-    """Changes that make a model one that the kernels for 16 bits on a GPU serve."""
+    """Returns changes with which the kernels for 16 bits on a GPU serve the model."""
     if family == "deepseek_v4":
         return {"head_dim": 64, "hidden_size": 256}
     if family == "kimi_linear":

@@ -12,7 +12,7 @@ GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
 
 def complete(address: str, prompt: str | Sequence[int], **sampling: Any) -> list[GenerateUpdate]:
-    """All messages of one request."""
+    """Returns all messages of one request."""
     with Client(address) as client:
         return list(client.generate(prompt, timeout=60, **sampling))
 
@@ -26,14 +26,14 @@ def text_of(updates: Sequence[GenerateUpdate]) -> str:
 
 
 def complete_all(address: str, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
-    """The tokens of many requests sent at once."""
+    """Returns the tokens of many requests sent at once."""
     return [tokens_of(updates) for updates in complete_all_updates(address, prompts, **options)]
 
 
 def complete_all_updates(
     address: str, prompts: Sequence[Sequence[int]], *, resume_seconds: float = RESUME_SECONDS, **sampling: Any
 ) -> list[list[GenerateUpdate]]:
-    """All messages of many requests sent at once."""
+    """Returns all messages of many requests sent at once."""
 
     async def one(client: AsyncClient, prompt: Sequence[int]) -> list[GenerateUpdate]:
         return [update async for update in client.generate(prompt, timeout=120, **sampling)]

@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def in_dense(value: T) -> T:
-    """The same parameters with dense weights. What is dense already, or shared, stays as it is."""
+    """Returns the parameters with dense weights. Dense or shared weights stay unchanged."""
     return _in_dense(value)
 
 

@@ -38,7 +38,7 @@ class Chain:
             self.contexts.append([*prompt, int(logits.argmax())])
 
     def plain(self) -> list[list[int]]:
-        """Contexts, one token a step."""
+        """Returns the contexts after steps of one token."""
         while min(map(len, self.contexts)) < NUM_TOKENS:
             lengths = np.array([len(one) for one in self.contexts])
             last = np.array([one[-1] for one in self.contexts])
@@ -48,8 +48,8 @@ class Chain:
         return self.contexts
 
     def run(self, *, follows: bool = True) -> list[list[int]]:
-        """Contexts, by chains of verify steps with drafts of unlike lengths. follows: each is launched before the one
-        before is read."""
+        """Returns the contexts after chains of verify steps with drafts of different lengths. follows: each step is
+        launched before the previous one is read."""
         while min(map(len, self.contexts)) < NUM_TOKENS:
             sizes = self._sizes()
             drafts = self._look_up(sizes)

@@ -16,8 +16,8 @@ MTP_APART = "mtp.", "layers.0.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden",
 
 
 def save_mtp(folder: Path, case: str = "deepseek_v3", **changes: Any) -> Path:
-    """A model of a case of `checkpoints`, and a layer for multi-token prediction like its last one. changes: of its
-    configuration."""
+    """Saves a model of a case of `checkpoints`, with a layer for multi-token prediction like its last one. changes: of
+    its configuration."""
     make_model(case, **changes).save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     fields = json.loads((folder / "config.json").read_text())
@@ -47,7 +47,7 @@ def save_mtp(folder: Path, case: str = "deepseek_v3", **changes: Any) -> Path:
 
 
 def save_eagle3(folder: Path, *, whole_vocab: bool, hidden: int = 64, head_dim: int = 16) -> dict[str, Tensor]:
-    """A head for llama-shaped targets of `COMMON`, or of these sizes; its tensors."""
+    """Saves a head for llama-shaped targets of `COMMON`, or of these sizes. Returns its tensors."""
     folder.mkdir()
     generator = torch.Generator().manual_seed(6)
     inner, rows = 48, {"q": 4 * head_dim, "k": 2 * head_dim, "v": 2 * head_dim}

@@ -54,22 +54,23 @@ class Request:
 
 
 class DraftedBatch:
-    """So many sequences at a time, each of `length` tokens, and behind each that ends a new one."""
+    """A batch with so many sequences at a time, each of `length` tokens. A new sequence replaces each that ends."""
 
     def __init__(self, speculation: Speculation, rows: int, length: int, holds: Holds, *, steady: bool = True) -> None:
-        """steady: whether a step has the rows of the one before; else as many others."""
+        """steady: whether a step has the rows of the previous one; else as many other rows."""
         self._speculation, self._length, self._holds, self._steady = speculation, length, holds, steady
         self._numbers, self._draws = itertools.count(), random.Random(1)
         self._requests = [self._request() for _ in range(rows)]
         self.alone = 0  # plain steps without the model that drafts
 
     def propose(self) -> list[int] | None:
-        """Tokens drafted for each sequence in the next step, whose tokens before are known; None without drafts."""
+        """Returns the tokens drafted for each sequence in the next step; its earlier tokens are known. None without
+        drafts."""
         drafts = self._speculation.propose(self._requests, known=True)
         return None if drafts is None else [draft.size for draft in drafts]
 
     def step(self, drafted: Sequence[int] | None) -> list[int]:
-        """Ends a step of what propose() gave; how many of its drafted tokens hold, by sequence."""
+        """Ends a step with the drafts of propose(). Returns how many drafted tokens hold, by sequence."""
         sizes = drafted or [0] * len(self._requests)
         accepted = [self._accepted(one, size) for one, size in zip(self._requests, sizes, strict=True)]
         runs = [TokenRun([0] * (one + 1), [None] * (one + 1), FinishReason.RUNNING) for one in accepted]

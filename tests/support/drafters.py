@@ -15,7 +15,7 @@ SPECULATING = {"speculation.method": "ngram", "speculation.tokens": 4}
 
 
 class KnownDrafter:
-    """Drafts the outputs that it is told, each token right with a probability; a wrong one is a neighbour."""
+    """Drafts the given outputs, each token right with a probability; a wrong token is a neighbour."""
 
     computes = False
 
@@ -56,6 +56,6 @@ class FailingDrafter:
 
 @contextmanager
 def drafting(drafter: Drafter) -> Iterator[None]:
-    """Workers that begin to serve in this process meanwhile ask `drafter`, where they speculate at all."""
+    """Makes speculating workers that begin to serve in this process meanwhile ask `drafter`."""
     with mock.patch.object(worker, "make_drafter", lambda settings, runner: drafter if settings.tokens else None):
         yield

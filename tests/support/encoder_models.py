@@ -27,7 +27,7 @@ HALF: dict[str, Any] = {**COMMON, "sliding_window": WINDOW, "query_pre_attn_scal
 
 
 def save_t5gemma(folder: Path, encoder: dict[str, Any] | None = None, decoder: dict[str, Any] | None = None) -> Any:
-    """The model in float32, every parameter random. encoder, decoder: changes of these halves."""
+    """Saves the model in float32, every parameter random. encoder, decoder: changes of these halves."""
     from transformers import T5GemmaConfig, T5GemmaForConditionalGeneration, T5GemmaModuleConfig
 
     halves = [T5GemmaModuleConfig(**{**HALF, **(changes or {})}) for changes in (encoder, decoder)]
@@ -95,7 +95,7 @@ class EncoderRunner:
             assert self.runner.overlaps
 
     def prefill(self, prompts: Sequence[tuple[Sequence[int], Sequence[int]]], chunk: int = 64) -> Tensor:
-        """Logits behind both prompts of sequences 0, 1, …: the encoder's, and what the decoder begins with."""
+        """Returns the logits after both prompts of sequences 0, 1, …: the encoder's, and the decoder's."""
         found = []
         for sequence, (encoder, decoder) in enumerate(prompts):
             padding = -len(encoder) % PAGE
@@ -110,7 +110,7 @@ class EncoderRunner:
         return torch.stack(found)
 
     def steps(self, tokens: list[int], count: int) -> list[list[int]]:
-        """So many greedy tokens of each sequence, behind tokens[i] of sequence i."""
+        """Returns so many greedy tokens of each sequence, after tokens[i] of sequence i."""
         rows, found = list(range(len(tokens))), [tokens]
         for _ in range(count):
             sampling = SampleBatch.from_params([SamplingParams(temperature=0)] * len(rows))

@@ -30,8 +30,8 @@ def storm_prompts(count: int) -> list[list[int]]:
 def check_storm(
     model: Path, records: Path, settings: dict[str, Any], check_idle: Callable[[Island], None], count: int = 25
 ) -> None:
-    """Twice the same prompts, beside one another. Some come back from host memory, none is bad there, and replays find
-    equal pages and counts. records: a folder for them. settings: beside SETTINGS."""
+    """Sends the same prompts twice, at the same time. Some come back from host memory, none is bad there, and replays
+    find equal pages and counts. records: a folder for them. settings: added to SETTINGS."""
     prompts = storm_prompts(count)
     due = greedy_all(load_oracle(model), prompts, OUTPUT)
     recorded = {"record.folder": str(records), "record.prompts": True}

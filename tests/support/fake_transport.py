@@ -33,7 +33,7 @@ PAUSE_SECONDS = 60.0  # longer than any test waits
 
 @dataclass(frozen=True, eq=False)
 class _Issued:
-    """A write or a post on its way; number counts all of the fabric in the order of their calls."""
+    """A write or a post on its way. number counts all writes and posts of the fabric in the order of their calls."""
 
     number: int
     sender: int
@@ -62,7 +62,7 @@ class _Memory:
 
 
 class Pause:
-    """A call that was made to wait. A test that forgets it goes on after PAUSE_SECONDS."""
+    """A call that was made to wait. If the test forgets it, it goes on after PAUSE_SECONDS."""
 
     def __init__(self, skip: int) -> None:
         self.skip = skip
@@ -120,7 +120,7 @@ class FakeFabric:
         return transports
 
     def hold(self, pe: int) -> None:
-        """Nothing lands at that PE by itself any more, posts included; no fence towards it is quiet."""
+        """Holds back everything for that PE, posts included; no fence towards it is quiet."""
         with self._lock:
             self._memories[pe].held = True
 
@@ -130,7 +130,8 @@ class FakeFabric:
             return len(self._memories[pe].in_flight)
 
     def deliver(self, pe: int, num_writes: int | None = None) -> int:
-        """Lands some writes (all by default) to that PE, drawn at random, held or not; how many were in flight."""
+        """Lands some writes (all by default) at that PE, drawn at random, held or not. Returns how many were in
+        flight."""
         with self._lock:
             in_flight = self._memories[pe].in_flight
             present = len(in_flight)
@@ -138,7 +139,7 @@ class FakeFabric:
             return present
 
     def release(self, pe: int) -> None:
-        """Ends hold(): the posts held back land, behind the writes before them; other writes wait as before."""
+        """Ends hold(): the posts held back land, after earlier writes; other writes wait as before."""
         with self._lock:
             memory = self._memories[pe]
             memory.held = False
@@ -148,20 +149,21 @@ class FakeFabric:
             memory.posts.clear()
 
     def fail_next(self, call: str, pe: int, error: Exception | None = None) -> None:
-        """The next write_tokens, write_slots, fence, is_quiet or post towards that PE raises and does nothing."""
+        """Makes the next write_tokens, write_slots, fence, is_quiet or post towards that PE raise and do nothing."""
         _check_call(call)
         with self._lock:
             self._failures[call, pe].append(error or TransportError(f"{call} to PE {pe} was made to fail"))
 
     def pause_next(self, call: str, pe: int, skip: int = 0) -> Pause:
-        """The next such call towards that PE, after `skip` others, waits in its thread until the test resumes it."""
+        """Makes the next such call towards that PE, after `skip` others, wait in its thread until the test resumes
+        it."""
         _check_call(call)
         with self._lock:
             self._pauses[call, pe].append(Pause(skip))
             return self._pauses[call, pe][-1]
 
     def corrupt_next(self, pe: int) -> None:
-        """The next write towards that PE lands with one bit wrong."""
+        """Makes the next write towards that PE land with one bit wrong."""
         with self._lock:
             self._memories[pe].corrupt += 1
 
@@ -191,7 +193,8 @@ class FakeFabric:
 
     @contextmanager
     def _call(self, call: str, sender: int, pe: int) -> Iterator[_Memory]:
-        """The memory of `pe`, to the call alone; before that the call waits, or raises, as the test asked."""
+        """Yields the memory of `pe`, to this call alone. Before that the call waits, or raises, if the test asked for
+        it."""
         self._wait(call, pe)
         with self._lock:
             if not self._memories[sender].alive:

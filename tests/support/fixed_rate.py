@@ -1,4 +1,4 @@
-"""A pace that computes prompts at rates which a test tells it."""
+"""A pace that computes prompts at rates set by a test."""
 
 from tandem.workers.scheduling.token_pace import TokenPace
 

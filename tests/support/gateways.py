@@ -13,7 +13,7 @@ NO_MODEL = ServedModel("none", "float32", 1, 1, (), ModelLimits(vocab_size=1, ma
 
 
 def settings_of(config: ClusterConfig, max_model_len: int, num_pages: int) -> GatewaySettings:
-    """The settings of the first process, for the model of `config` in pools of num_pages."""
+    """Returns the settings of the first process, for the model of `config` in pools of num_pages."""
     return gateway_settings(config, ServedModel.of_config(config, max_model_len, num_pages))
 
 

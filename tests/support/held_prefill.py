@@ -1,4 +1,4 @@
-"""Requests that are there at once, whatever the machine is busy with."""
+"""Holds prefill workers back so that several requests are certainly there at once."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,8 +12,8 @@ POLL_SECONDS = 0.005
 
 @contextmanager
 def prefill_held(island: Island, requests: int) -> Iterator[None]:
-    """No prefill worker computes anything, ahead of a reservation neither, before so many requests have come to all of
-    them together."""
+    """Keeps prefill workers from computing anything, even ahead of a reservation, before so many requests have come to
+    all of them together."""
     all_loops = [worker._loop for worker in island.workers if worker._loop is not None]
     loops = [loop for loop in all_loops if loop.prefills is not None]
     all_prefills = [loop.prefills for loop in loops if loop.prefills is not None]

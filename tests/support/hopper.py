@@ -56,7 +56,7 @@ def taken(kernel: Any, fixed: Mapping[str, Any], types: Mapping[str, str], **opt
 
 
 def told_by(module: str) -> Any:
-    """The JSON that a module prints, in a process without Triton's interpreter."""
+    """Returns the JSON that a module prints, in a process without Triton's interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", module]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout)

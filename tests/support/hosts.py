@@ -67,7 +67,7 @@ class Hosts:
             _run("ip", "-n", self._switch, "link", "set", f"port{number}", "master", "br0", "up")
 
     def command(self, host: int, *command: str) -> list[str]:
-        """The command as it runs on that host."""
+        """Returns the command as it runs on that host."""
         return ["ip", "netns", "exec", self._names[host], *command]
 
     @property
@@ -111,14 +111,14 @@ class Hosts:
         raise AssertionError(said)
 
     def end_gcs(self) -> None:
-        """Ray's head loses it."""
+        """Kills the GCS of Ray's head."""
         (pid,) = (pid for pid in self.pids(0) if process_name(pid) == "gcs_server")
         self._gcs_command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")[:-1]
         os.kill(pid, signal.SIGKILL)
         self._reap()
 
     def start_gcs(self) -> None:
-        """Once more, as Ray's head has started it."""
+        """Starts the GCS again, with the command of Ray's head."""
         self._gcs = subprocess.Popen(
             self.command(0, *self._gcs_command),
             env=self.environment,
@@ -135,7 +135,8 @@ class Hosts:
         return _pids(self._names[host])
 
     def listening(self, host: int, names: tuple[str, ...]) -> list[str]:
-        """HOST:PORT of servers on that host's own address, or on all, whose processes have names that begin so."""
+        """Lists HOST:PORT of servers on that host's own address, or on all addresses, by the beginnings of their
+        processes' names."""
         pids = [pid for pid in self.pids(host) if process_name(pid).startswith(names)]
         inodes = {inode for pid in pids for inode in _sockets(pid)}
         found: set[str] = set()
@@ -148,7 +149,7 @@ class Hosts:
         return sorted(found)
 
     def lose(self, host: int) -> None:
-        """Ends all processes of a host at once, as a power cut does."""
+        """Kills all processes of a host at once, as a power cut does."""
         for pid in self.pids(host):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)

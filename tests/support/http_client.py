@@ -22,7 +22,7 @@ def post(address: str, path: str, body: Any, **options: Any) -> httpx.Response:
 
 
 def answer(address: str, path: str, **body: Any) -> dict[str, Any]:
-    """The whole answer to a good request."""
+    """Returns the whole answer to a good request."""
     response = post(address, path, body)
     assert response.status_code == 200, response.text
     assert response.headers["content-type"] == "application/json"
@@ -44,7 +44,7 @@ def events(lines: Iterator[str]) -> Iterator[Any]:
 
 @contextmanager
 def streaming(address: str, path: str, **body: Any) -> Iterator[Iterator[str]]:
-    """The lines of a stream that has begun."""
+    """Yields the lines of a stream that has begun."""
     with httpx.stream(
         "POST", f"http://{address}{path}", json={**body, "stream": True}, timeout=SECONDS, trust_env=False
     ) as response:
@@ -54,7 +54,7 @@ def streaming(address: str, path: str, **body: Any) -> Iterator[Iterator[str]]:
 
 
 def chunks(address: str, path: str, **body: Any) -> list[Any]:
-    """The events of a whole stream."""
+    """Returns the events of a whole stream."""
     with streaming(address, path, **body) as lines:
         return list(events(lines))
 

@@ -17,14 +17,14 @@ GENERATED = ("_pb2.py", "_pb2_grpc.py")
 
 
 def sources(root: Path = ROOT) -> list[str]:
-    """The packages' files that a person wrote, relative to the root."""
+    """Lists the packages' hand-written files, relative to the root."""
     found = (path for folder in FOLDERS for path in (root / folder).rglob("*.py"))
     return sorted(str(path.relative_to(root)) for path in found if not path.name.endswith(GENERATED))
 
 
 @cache
 def imports(file: str, root: Path = ROOT) -> frozenset[str]:
-    """Dotted names that the file imports, also inside functions; `from a import b` gives a.b."""
+    """Returns the dotted names that the file imports, also inside functions; `from a import b` gives a.b."""
     names: set[str] = set()
     for node in ast.walk(ast.parse((root / file).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -36,7 +36,7 @@ def imports(file: str, root: Path = ROOT) -> frozenset[str]:
 
 
 def rooms(folder: str, root: Path = ROOT) -> dict[str, set[str]]:
-    """Each room of a folder, and those rooms of the same folder that it imports."""
+    """Returns each room of a folder, and the rooms of the same folder that it imports."""
     files = [file for file in sources(root) if file.startswith(f"{folder}/") and file != f"{folder}/__init__.py"]
     found: dict[str, set[str]] = {_room(file): set() for file in files}
     for file in files:
@@ -49,7 +49,7 @@ def rooms(folder: str, root: Path = ROOT) -> dict[str, set[str]]:
 
 
 def modules(root: Path = ROOT) -> dict[str, set[str]]:
-    """Each file, and those files that it imports."""
+    """Returns each file, and the files that it imports."""
     names = {f"tandem.{file[:-3].removesuffix('/__init__').replace('/', '.')}": file for file in sources(root)}
     return {
         file: {
@@ -61,7 +61,7 @@ def modules(root: Path = ROOT) -> dict[str, set[str]]:
 
 
 def floors(graph: dict[str, set[str]]) -> dict[str, int]:
-    """The floor of each room, from 1. CycleError where rooms import each other in a circle."""
+    """Returns the floor of each room, from 1. CycleError if rooms import each other in a circle."""
     height: dict[str, int] = {}
     for room in TopologicalSorter(graph).static_order():
         height[room] = 1 + max((height[below] for below in graph[room]), default=0)
@@ -73,7 +73,7 @@ def _room(file: str) -> str:
 
 
 def summary(root: Path = ROOT) -> dict[str, dict[str, object]]:
-    """Rooms, floors, arrows, modules and lines of each folder; floors is the circle where there is one."""
+    """Returns rooms, floors, arrows, modules and lines of each folder; floors is the circle if there is one."""
     found: dict[str, dict[str, object]] = {}
     for folder in FOLDERS:
         graph = rooms(folder, root)

@@ -13,13 +13,13 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def gptq(*, sym: bool = True, act_order: bool = False, version: str = "gptq", group: int = GROUP) -> dict[str, Any]:
-    """quantization_config as GPTQModel writes it."""
+    """Returns quantization_config as GPTQModel writes it."""
     sizes = {"bits": 4, "group_size": group, "sym": sym, "desc_act": act_order, "pack_dtype": "int32"}
     return {"quant_method": "gptq", "checkpoint_format": version, "lm_head": False, **sizes}
 
 
 def pack_quantized(group: int | None = GROUP, *, symmetric: bool = True, act_order: bool = False) -> dict[str, Any]:
-    """quantization_config as llm-compressor writes it."""
+    """Returns quantization_config as llm-compressor writes it."""
     weights = {
         "num_bits": 4,
         "type": "int",
@@ -55,7 +55,7 @@ def as_awq(group: int = GROUP) -> Quantize:
 
 
 def as_gptq(*, sym: bool = True, act_order: bool = False, version: str = "gptq", group: int = GROUP) -> Quantize:
-    """Modules whose products take the same input have the same order."""
+    """Quantizes as GPTQ does. Modules whose products take the same input have the same order."""
 
     def quantize(name: str, weight: Tensor) -> dict[str, Tensor]:
         size = weight.shape[1] if group == -1 else group

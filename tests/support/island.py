@@ -33,7 +33,7 @@ from tests.support.poison import poison_free_pages
 
 @dataclass(frozen=True)
 class Island:
-    """workers are in the order of their PEs, prefill first, and of their ranks."""
+    """An island. Its workers are in the order of their PEs, prefill first, and of their ranks."""
 
     address: str
     workers: list[Worker]
@@ -41,7 +41,7 @@ class Island:
 
     @property
     def http(self) -> str:
-        """HOST:PORT of the HTTP server; empty where there is none."""
+        """HOST:PORT of the HTTP server; empty without one."""
         return self.gateway._addresses.http or ""
 
     def client(self) -> Client:
@@ -110,7 +110,7 @@ def running_island(
 def running_gateway(
     config: ClusterConfig, num_pages: int, workers: Sequence[WorkerConfig], addresses: Sequence[str]
 ) -> Iterator[tuple[str, Gateway]]:
-    """A gateway in this process, and where it listens. addresses: where each of the island's workers does."""
+    """Runs a gateway in this process, and yields its address. addresses: of each of the island's workers."""
     events = EventLoopThread("gateway")
     gateway = Gateway(settings_of(config, workers[0].max_model_len, num_pages))
     try:

@@ -30,5 +30,5 @@ def is_shared(group: LayerGroup) -> bool:
 
 
 def changed(group: LayerGroup, **fields: Any) -> LayerGroup:
-    """The group with these fields of its kind."""
+    """Returns the group with these fields of its kind."""
     return replace(group, kind=replace(cast(Any, group.kind), **fields))

@@ -40,7 +40,7 @@ def make_mtp(folder: Path, arch: str = "glm4_moe") -> Path:
 
 
 def make_smaller(folder: Path, target: Path) -> Path:
-    """The target's first two layers."""
+    """Makes a smaller model of the target's first two layers."""
     folder.mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         (folder / name).write_text((target / name).read_text())
@@ -51,7 +51,8 @@ def make_smaller(folder: Path, target: Path) -> Path:
 
 
 def make_head(folder: Path, target: Path) -> Path:
-    """An EAGLE-3 head for make_llama's. Each head of its attention passes on a slice of the next token's embedding."""
+    """Makes an EAGLE-3 head for make_llama's model. Each head of its attention passes on a slice of the next token's
+    embedding."""
     folder.mkdir()
     of, generator = _load(target), torch.Generator().manual_seed(9)
     embedded, nothing = torch.eye(HIDDEN), torch.zeros(HIDDEN, HIDDEN)
@@ -87,7 +88,7 @@ def _load(folder: Path) -> Tensors:
 
 
 def _save(folder: Path, tensors: Tensors, **changes: Any) -> None:
-    """changes: of config.json."""
+    """Saves the model. changes: of config.json."""
     own = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}  # of which none shares memory
     save_file(own, folder / "model.safetensors", {"format": "pt"})
     config = folder / "config.json"

@@ -26,15 +26,15 @@ Member = TypeVar("Member", bound=ActorProcess)
 
 @cache
 def fork_server(*modules: str) -> ForkServer:
-    """One for all tests of a run, for its imports take seconds; with further modules, which may change what is there,
-    one for this process."""
+    """Returns one server for all tests of a run, because its imports take seconds. With further modules, which may
+    change it, returns a server for this process."""
     server = ForkServer([*ACTORS, READERS, STEPS, *modules], address=None if modules else shared_address())
     atexit.register(server.close)
     return server
 
 
 def started_at(pid: int) -> str:
-    """When that process was started, in ticks of this machine's clock; empty when there is none."""
+    """Returns when that process was started, in ticks of this machine's clock; empty if there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
@@ -47,7 +47,7 @@ class LocalProcesses(Processes):
     modules: tuple[str, ...] = ()  # that its processes have imported, beside those of every actor
 
     def __init__(self, step_seconds: float = 0.0) -> None:
-        """step_seconds: the least that a step of its workers takes."""
+        """step_seconds: the least duration of a worker's step."""
         self._step_seconds = step_seconds
         self._actors: dict[str, ForkedActor] = {}
         self.started: list[tuple[int, str]] = []  # pid and started_at(), for a long storm uses pids again

@@ -11,7 +11,7 @@ from tandem.cluster.routing.rebalance import Move
 
 
 def move_back_and_forth(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every 50 ms `number` requests, from the first worker to the second, and then the other way."""
+    """Moves `number` requests every 50 ms from the first worker to the second, and then back."""
     looks = itertools.count()
 
     def all_move(workers: Sequence[WorkerLoad], token_seconds: float) -> list[Move]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def processed(
     logits: np.ndarray, params: SamplingParams, prompt: Sequence[int], output: Sequence[int], stop_ids: Sequence[int]
 ) -> np.ndarray:
-    """float32 [vocab] of logits float32 [vocab], for the token behind prompt and output."""
+    """Returns the processed logits, float32 [vocab], for the token after prompt and output."""
     row = logits.astype(np.float32)
     if params.allowed_token_ids:
         row[[token for token in range(row.size) if token not in params.allowed_token_ids]] = -np.inf
@@ -41,7 +41,7 @@ def processed(
 
 
 def random_params(number: int, vocab: int, prompt: Sequence[int], **others: Any) -> SamplingParams:
-    """Some of the parameters, so strong that they change most tokens. others: fields of SamplingParams."""
+    """Draws some of the parameters, so strong that they change most tokens. others: fields of SamplingParams."""
     rng = np.random.default_rng(number)
     fields: dict[str, Any] = {
         "presence_penalty": round(float(rng.uniform(-2, 2)), 2),
@@ -62,7 +62,7 @@ def random_params(number: int, vocab: int, prompt: Sequence[int], **others: Any)
 
 @torch.inference_mode()
 def generate(model: "PreTrainedModel", prompt: Sequence[int], params: SamplingParams) -> list[int]:
-    """The output of a request with ignore_eos, from whole forwards of transformers."""
+    """Returns the output of a request with ignore_eos, from whole forwards of transformers."""
     sampler, output = EagerSampler(torch.device("cpu")), list[int]()
     bare = SampleBatch.from_params([params])
     while len(output) < params.max_tokens and not (output and output[-1] in params.stop_token_ids):

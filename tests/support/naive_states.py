@@ -1,4 +1,4 @@
-"""Recurrent layers as their rules are defined: in float64, token by token and head by head."""
+"""Recurrent layers by the definition of their rules: in float64, token by token and head by head."""
 
 from functools import singledispatch
 
@@ -9,13 +9,13 @@ from tandem.cache.kernels.recurrent import DeltaShape, RecurrentInputs, SsdShape
 
 
 def naive_outputs(shape: StateShape, x: RecurrentInputs) -> Tensor:
-    """o [T, heads, output_dim] of all tokens of one sequence, float64."""
+    """Returns the outputs of all tokens of one sequence, float64 [T, heads, output_dim]."""
     mixed = naive_conv(x.mixed, x.conv, x.conv_bias)
     return _read(shape, mixed, x)
 
 
 def naive_conv(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """SiLU of the causal convolution of x [T, C], before which there is nothing, by weight [C, taps]; float64."""
+    """Returns SiLU of the causal convolution of x [T, C] by weight [C, taps], with zeros before x; float64."""
     x, taps = x.double(), weight.double().t()
     padded = torch.cat((x.new_zeros(taps.shape[0] - 1, x.shape[1]), x))
     mixed = torch.stack([(padded[at : at + taps.shape[0]] * taps).sum(0) for at in range(x.shape[0])])
@@ -55,7 +55,7 @@ def naive_ssd(
 
 @singledispatch
 def _read(shape: StateShape, mixed: Tensor, x: RecurrentInputs) -> Tensor:
-    """mixed: behind the convolution."""
+    """mixed: after the convolution."""
     raise NotImplementedError(f"no rule of {shape}")
 
 

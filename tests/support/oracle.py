@@ -16,7 +16,7 @@ DYNAMIC = ("dynamic", "longrope")
 def load_oracle(
     folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu", **options: Any
 ) -> "PreTrainedModel":
-    """options: of from_pretrained."""
+    """Loads the model. options: of from_pretrained."""
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager", **options)
@@ -25,7 +25,7 @@ def load_oracle(
 
 
 def _clamp_as_configured(model: "PreTrainedModel") -> None:
-    """gpt_oss's experts: transformers 5.17 clamps them at 7 whatever swiglu_limit is, later ones as it says."""
+    """Clamps gpt_oss's experts at swiglu_limit: transformers 5.17 clamps them at 7, later versions at swiglu_limit."""
     limit = getattr(model.config, "swiglu_limit", None)
     for module in model.modules():
         if limit is not None and hasattr(module, "limit"):
@@ -33,7 +33,7 @@ def _clamp_as_configured(model: "PreTrainedModel") -> None:
 
 
 def in_its_precision(model: "PreTrainedModel") -> torch.autocast:
-    """Around its forwards in 16 bits: transformers 5.17 mixes DeepSeek-V4's dtypes, and autocast lets it."""
+    """Runs its forwards in 16 bits under autocast, because transformers 5.17 mixes DeepSeek-V4's dtypes."""
     mixes = model.config.model_type == "deepseek_v4" and model.dtype != torch.float32
     return torch.autocast(model.device.type, model.dtype if mixes else None, enabled=mixes)
 
@@ -41,14 +41,15 @@ def in_its_precision(model: "PreTrainedModel") -> torch.autocast:
 def greedy(
     model: "PreTrainedModel", prompt: Sequence[int], num_tokens: int, cache: "DynamicCache | None" = None
 ) -> list[int]:
-    """num_tokens tokens, the end of sequence ignored. cache: an empty one of another kind than transformers' own."""
+    """Generates num_tokens tokens and ignores the end of sequence. cache: an empty cache of another kind than
+    transformers' own."""
     return _generate(model, [prompt], num_tokens, cache)[0]
 
 
 @torch.inference_mode()
 def likeliest(model: "PreTrainedModel", prompt: Sequence[int], tokens: Sequence[int]) -> list[int]:
-    """The likeliest token after the prompt and after each of `tokens` but the last. They are greedy() where they are
-    these: that takes one forward, and not one for each token."""
+    """Returns the likeliest token after the prompt and after each of `tokens` but the last. If they equal `tokens`,
+    these are greedy(): that takes one forward, and not one for each token."""
     ids = torch.tensor([[*prompt, *tokens[:-1]]], device=model.device)
     return model(ids).logits[0, len(prompt) - 1 :].argmax(1).tolist()
 

@@ -1,4 +1,4 @@
-"""Random packed weights, and what their numbers mean bit by bit."""
+"""Random packed weights, and their numbers decoded bit by bit."""
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ def random_packed(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> PackedLinear:
-    """shape: [rows, columns] or [E, rows, columns]."""
+    """Makes random weights. shape: [rows, columns] or [E, rows, columns]."""
     generator = torch.Generator().manual_seed(sum(shape) + group)
     *experts, rows, columns = shape
     grid = (*experts, rows, columns // group)
@@ -40,7 +40,7 @@ def random_packed(
 
 
 def naive_matrix(weights: PackedLinear) -> Tensor:
-    """float64 [rows, columns] of one matrix, by the definition of its numbers."""
+    """Returns one matrix by the definition of its numbers, float64 [rows, columns]."""
     packed, scales = weights.numbers.cpu(), weights.scales.cpu().double()
     numbers = torch.stack((packed & 15, packed >> 4), -1).flatten(1).double()
     neighbours = torch.arange(weights.columns) // (weights.columns // scales.shape[1])

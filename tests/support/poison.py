@@ -1,4 +1,4 @@
-"""NaN in every page that nobody holds: who reads or is given the KV of a freed page shows it in its tokens."""
+"""Fills every page that nobody holds with NaN. A reader of a freed page's KV then shows it in its tokens."""
 
 from collections.abc import Sequence
 from functools import partial

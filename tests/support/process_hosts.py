@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 
 def process_host_of(pid: int, among: Iterable[int]) -> int:
-    """The one of `among` that writes to the same log, which is its own."""
+    """Returns the pid of `among` that writes to the same log as `pid`."""
     log = os.readlink(f"/proc/{pid}/fd/2")
     (host,) = (other for other in among if os.readlink(f"/proc/{other}/fd/2") == log)
     return host

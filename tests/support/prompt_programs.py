@@ -57,7 +57,7 @@ class PromptRunner:
         snapshots: SnapshotRule = NO_SNAPSHOTS,
         ranks: Ranks = ALONE,
     ) -> None:
-        """capture: None: all forwards are plain. ranks: of which this is one."""
+        """capture: None: all forwards are plain. ranks: the ranks of which this is one."""
         config = shard_config(load_config(folder, dtype), Shard(ranks.rank, ranks.size))
         layout = kv_layout(config, PAGE, scales)
         groups = range(len(layout.groups))
@@ -101,7 +101,7 @@ class PromptRunner:
         return compute_prompts(self.runner, list(chunks), tokens, [whole[one] for one in chunks], push=False)
 
     def run_all(self) -> Tensor:
-        """FORWARDS; logits of all prompts, in the order in which they end."""
+        """Runs FORWARDS. Returns the logits of all prompts, in the order in which they end."""
         prompts = {sequence: random_prompt(length, sequence) for sequence, length in WHOLE.items()}
         made, done = [], dict.fromkeys(WHOLE, 0)
         for sequence in WHOLE:
@@ -116,8 +116,8 @@ class PromptRunner:
 
 
 class RunInOnePlace:
-    """A Capture as GraphCapture is, for machines without a GPU: the results of all graphs are in one memory, and a
-    replay leaves nothing of the result before."""
+    """A Capture like GraphCapture, for machines without a GPU: the results of all graphs are in one memory, and a
+    replay overwrites the previous result."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0)

@@ -149,7 +149,7 @@ class Query:
         return aggregate
 
     def _selector(self, change: "Change | None") -> Node:
-        """change: over a range, which then follows."""
+        """change: over a range, which follows."""
         name = self._take()
         self.names.add(name)
         wanted: list[tuple[str, str, str]] = []
@@ -203,7 +203,7 @@ def _changes(
 
 
 def _increase(values: Sequence[float], seconds: float) -> float:
-    """A counter that goes down began anew from 0."""
+    """Returns the increase. A counter that goes down began anew from 0."""
     return sum(after - before if after >= before else after for before, after in pairwise(values))
 
 

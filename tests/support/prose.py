@@ -31,7 +31,7 @@ def sentences(markdown: str) -> list[str]:
 
 
 def num_words(sentence: str) -> int:
-    """Signs alone, as → or =, are no words."""
+    """Counts words. Signs alone, as → or =, are no words."""
     return sum(any(map(str.isalnum, word)) for word in sentence.split())
 
 
@@ -42,7 +42,7 @@ def share_of_short(markdown: str) -> float:
 
 
 def _blocks(lines: Sequence[str]) -> Iterator[str]:
-    """Paragraphs and list items, each in one line."""
+    """Yields paragraphs and list items, each in one line."""
     block: list[str] = []
     for line in (*lines, ""):
         words = "" if line.lstrip().startswith(NO_PROSE) else line.strip()

@@ -32,7 +32,7 @@ V4 = {**DEEPSEEK, "scale_fmt": "ue8m0"}
 
 
 def compressed_tensors(strategy: str, **weights: Any) -> dict[str, Any]:
-    """quantization_config as llm-compressor writes it. weights: further fields of the weights."""
+    """Returns quantization_config as llm-compressor writes it. weights: further fields of the weights."""
     floats = {"num_bits": 8, "type": "float", "symmetric": True}
     group = {
         "targets": ["Linear"],
@@ -54,7 +54,7 @@ CHANNEL = compressed_tensors("channel")
 
 
 def quantize_folder(folder: Path, config: dict[str, Any], quantize: Quantize) -> dict[str, Tensor]:
-    """Rewrites a checkpoint; the weights, dequantized in float32, as they then count."""
+    """Rewrites a checkpoint. Returns the dequantized weights in float32."""
     tensors = load_file(folder / SINGLE)
     stored, meant = dict[str, Tensor](), dict[str, Tensor]()
     for name, tensor in tensors.items():
@@ -71,7 +71,8 @@ def quantize_folder(folder: Path, config: dict[str, Any], quantize: Quantize) ->
 
 
 def split_folder(folder: Path, further: Mapping[str, Tensor] | None = None) -> None:
-    """Two files and an index. Each second tensor is in the other file: scales, too, may be apart from their weights."""
+    """Splits it into two files with an index. Each second tensor is in the other file: scales, too, may be apart from
+    their weights."""
     tensors = load_file(folder / SINGLE) | dict(further or {})
     (folder / SINGLE).unlink()
     weight_map = {name: SHARDS[index % 2] for index, name in enumerate(sorted(tensors))}
@@ -82,7 +83,7 @@ def split_folder(folder: Path, further: Mapping[str, Tensor] | None = None) -> N
 
 
 def blocks_of(block: tuple[int, int], ending: str = "_scale_inv", dtype: torch.dtype = torch.float32) -> Quantize:
-    """A scale for each block, also for those cut off at the edges. dtype: of the scales."""
+    """Quantizes with a scale for each block, also for blocks cut off at the edges. dtype: of the scales."""
 
     def quantize(name: str, weight: Tensor) -> dict[str, Tensor]:
         rows, columns = weight.shape
@@ -104,7 +105,8 @@ by_blocks = blocks_of(BLOCK)
 
 
 def as_deepseek_v4(block: tuple[int, int]) -> Quantize:
-    """Experts in 4 bits, products of attention and of the expert for all in 8. Scales are exponents of two."""
+    """Quantizes experts in 4 bits, and products of attention and of the shared expert in 8. Scales are exponents of
+    two."""
 
     def quantize(name: str, weight: Tensor) -> dict[str, Tensor]:
         scales = f"{name.removesuffix('weight')}scale"
@@ -125,7 +127,7 @@ def as_deepseek_v4(block: tuple[int, int]) -> Quantize:
 
 
 def all_but(kept: str, quantize: Quantize) -> Quantize:
-    """Weights with `kept` in their names stay as they are: a config has lists of these."""
+    """Leaves weights with `kept` in their names unchanged, as configs list them."""
     return lambda name, weight: {name: weight, "meant": weight} if kept in name else quantize(name, weight)
 
 
@@ -159,7 +161,8 @@ def by_tensor_of_one(name: str, weight: Tensor) -> dict[str, Tensor]:
 
 
 def by_fours(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """gpt_oss's experts, [E, inputs, outputs], as OpenAI stores them: random numbers of 4 bits, two in a byte."""
+    """Quantizes gpt_oss's experts, [E, inputs, outputs], as OpenAI stores them: random numbers of 4 bits, two in a
+    byte."""
     if "experts" not in name or name.endswith("_bias"):
         return {name: weight, "meant": weight}
     experts, inputs, outputs = weight.shape
@@ -170,7 +173,7 @@ def by_fours(name: str, weight: Tensor) -> dict[str, Tensor]:
 
 
 def naive_fours(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Bit by bit: sign, two bits of exponent, one of mantissa; the low half of a byte comes first."""
+    """Decodes bit by bit: sign, two bits of exponent, one of mantissa; the low half of a byte comes first."""
     halves = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
     sign, exponent, mantissa = halves >> 3, (halves >> 1) & 3, halves & 1
     value = torch.where(exponent == 0, mantissa * 0.5, (1 + mantissa * 0.5) * 2.0 ** (exponent.float() - 1))

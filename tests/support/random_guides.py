@@ -1,4 +1,4 @@
-"""Random schemas, regexes and grammars for guided output, and what a text that follows one is."""
+"""Random schemas, regexes and grammars for guided output, and recognizers for texts that follow them."""
 
 import json
 import random
@@ -15,12 +15,12 @@ MOST_SPACES = 32  # between two tokens of JSON
 NO_MORE = {"additionalProperties": False}
 WORDS = ("a", "bc", "é", " ", "0", '"', "(", "[x]", "ü-", "\\")
 Rules = dict[str, list[list[str]]]
-"""A grammar: alternatives of each rule, of texts and of names of rules. Each alternative begins with a text."""
+"""A grammar: the alternatives of each rule, made of texts and names of rules. Each alternative begins with a text."""
 
 
 @dataclass(frozen=True)
 class Guide:
-    """kind, content: as `guided` has them."""
+    """A guide. kind, content: fields of `guided`."""
 
     kind: str
     content: str
@@ -113,7 +113,7 @@ def derives(rules: Rules, text: str) -> bool:
 
 
 def _alternatives(rule: list[list[str]], names: dict[str, str]) -> str:
-    """Texts in quotes, whose escapes are JSON's."""
+    """Writes texts in quotes, with JSON's escapes."""
     return " | ".join(
         " ".join(names.get(one) or json.dumps(one, ensure_ascii=False) for one in alternative) for alternative in rule
     )

@@ -31,7 +31,8 @@ IDLE: tuple[Callable[[random.Random], dict[str, Any]], ...] = (
 
 
 def random_referring_schema(chance: random.Random) -> dict[str, Any]:
-    """A schema with definitions, to which its parts refer by names that are each written in one of several ways."""
+    """Makes a schema with definitions. Its parts refer to them by names that are each written in one of several
+    ways."""
     root = chance.choice([None, "https://example.com/root.json", "urn:example:root", "/root"])
     definitions, ways = dict[str, Any](), dict[str, list[str]]()
     for number, name in enumerate(chance.sample(DEFS, chance.randint(1, 4))):
@@ -76,7 +77,7 @@ def _random_part(chance: random.Random, ways: dict[str, list[str]], depth: int) 
 
 
 def add_idle_keywords(schema: Any, chance: random.Random) -> Any:
-    """The schema with words in some of its parts that ask for nothing."""
+    """Adds keywords without effect to some of the schema's parts."""
     if isinstance(schema, list):
         return [add_idle_keywords(one, chance) for one in schema]
     if not isinstance(schema, dict):

@@ -11,7 +11,7 @@ from tests.cache.rounding import round_by, round_rows
 
 
 class RoundingCache(DynamicCache):
-    """Keeps what is left of K, rotated, and V in the entries of an FP8 cache."""
+    """Stores rotated K, and V, rounded as entries of an FP8 cache."""
 
     def __init__(self, model: PreTrainedModel, scales: KVScales) -> None:
         super().__init__(config=model.config)
@@ -28,7 +28,7 @@ class RoundingCache(DynamicCache):
 
 
 class RoundingKeys(DynamicCache):
-    """Keeps what is left of index keys, rotated, in the rows of an FP8 cache."""
+    """Stores rotated index keys, rounded as rows of an FP8 cache."""
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         rounded = round_rows(indexer_key_states.double(), indexer_key_states.shape[-1])

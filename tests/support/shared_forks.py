@@ -12,5 +12,5 @@ def share_fork_server() -> None:
 
 
 def shared_address() -> str | None:
-    """None outside a test run."""
+    """Returns the address; None outside a test run."""
     return os.environ.get(VARIABLE)

@@ -7,8 +7,8 @@ LOOK_AGAIN_SECONDS = 0.05
 
 
 def lasting_names() -> set[str]:
-    """The names that are there at both of two looks: what another process makes and unlinks at once, as Ray and
-    multiprocessing do, is none of them."""
+    """Returns the names that are there at both of two looks. Names that other processes make and unlink at once, as Ray
+    and multiprocessing do, are left out."""
     first = set(os.listdir("/dev/shm"))
     time.sleep(LOOK_AGAIN_SECONDS)
     return first & set(os.listdir("/dev/shm"))

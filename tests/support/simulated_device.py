@@ -1,4 +1,4 @@
-"""A device that takes as long as a formula says, and rows that have chunks beside them: in simulated time."""
+"""A device that takes as long as a formula gives, and rows with chunks next to them, in simulated time."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""StreamingLLM over transformers: KV kept as sinks and a window, K rotated anew by its place in what is left."""
+"""StreamingLLM over transformers: KV is kept as sinks and a window, and K is rotated anew by its place among them."""
 
 import inspect
 from collections.abc import Sequence
@@ -48,8 +48,8 @@ def _masks(config: Any, kept: Tensor) -> Any:
 
 
 def _evict(model: Any, cache: Any, excess: int, sinks: int) -> None:
-    """Takes `excess` tokens behind the sinks away, and moves the later ones down. Of latents, what is rotated stands in
-    the place of values."""
+    """Removes `excess` tokens after the sinks, and moves the later ones down. For latents, the rotated part is in the
+    place of values."""
     rotated = "values" if hasattr(model.config, "kv_lora_rank") else "keys"
     for number, layer in enumerate(cache.layers):
         for name in ("keys", "values"):
@@ -59,7 +59,7 @@ def _evict(model: Any, cache: Any, excess: int, sinks: int) -> None:
 
 
 def _moved(model: Any, layer: int, keys: Tensor, positions: int) -> Tensor:
-    """keys [1, heads, n, head_dim] rotated by so many positions more."""
+    """Returns keys [1, heads, n, head_dim] rotated by so many more positions."""
     if not getattr(model.model.layers[layer].self_attn, "use_rope", True):
         return keys
     rotary, kinds = model.model.rotary_emb, getattr(model.config, "layer_types", None)

@@ -19,7 +19,7 @@ def watch_steps() -> None:
 
 @contextmanager
 def steady(seconds: float) -> Iterator[None]:
-    """Processes that are asked for meanwhile take at least so many seconds for a step that decodes."""
+    """Makes processes that are requested meanwhile take at least so many seconds for a step that decodes."""
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = str(seconds)
     try:
@@ -43,7 +43,7 @@ def steady_here(seconds: float) -> Iterator[None]:
 
 
 def _slower(least: Callable[[], float]) -> Callable[[StepLoop], float | None]:
-    """A step that sleeps before it decodes."""
+    """Makes a step that sleeps before it decodes."""
     step = StepLoop.step
 
     def slower_step(self: StepLoop) -> float | None:

@@ -1,4 +1,4 @@
-"""Decode steps with prompt chunks beside one of them, in its forward or behind it."""
+"""Decode steps, one with prompt chunks, in its forward or after it."""
 
 from itertools import chain
 from pathlib import Path
@@ -25,7 +25,8 @@ DRAWN = SamplingParams(temperature=0.9, top_k=20, seed=5, logprobs=2)
 
 
 class Beside:
-    """Four steps of three sequences; with the third one come prompt chunks, in its forward or in one of their own."""
+    """Four steps of three sequences. With the third step come prompt chunks, in its forward or in a forward of their
+    own."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""The ranks of a worker as threads of one process: the plain way to add up and to gather."""
+"""The ranks of a worker as threads of one process, with a plain sum and gather."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ SECONDS = 60.0  # after which a rank that waits for others gives up
 
 
 class ThreadRank:
-    """One of them. parts: a place for each rank's tensor."""
+    """One rank. parts: a place for each rank's tensor."""
 
     def __init__(self, rank: int, parts: list[Tensor], barrier: threading.Barrier) -> None:
         self.rank, self.size = rank, len(parts)
@@ -39,7 +39,8 @@ class ThreadRank:
 
 
 class RankInTurns(ThreadRank):
-    """One of several that compute one at a time, as Triton's interpreter needs it. `turn` is held while it computes."""
+    """One of several ranks that compute one at a time, as Triton's interpreter requires. `turn` is held while it
+    computes."""
 
     def __init__(self, rank: int, parts: list[Tensor], barrier: threading.Barrier, turn: threading.Lock) -> None:
         super().__init__(rank, parts, barrier)

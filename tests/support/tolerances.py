@@ -20,7 +20,7 @@ ARITHMETIC = {
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
-    """`actual`, in the dtype under test, against a reference of higher precision."""
+    """Compares `actual`, in the dtype under test, with a reference of higher precision."""
     tolerance = ARITHMETIC[actual.dtype]
     torch.testing.assert_close(actual.double(), expected.double(), rtol=tolerance.rtol, atol=tolerance.atol)
 

@@ -6,6 +6,6 @@ import pytest
 
 
 def skip_without(transport: str) -> None:
-    """Skips the test where what that transport needs is not installed."""
+    """Skips the test if a package that the transport needs is not installed."""
     if transport == "nixl" and find_spec("nixl") is None:
         pytest.skip("nixl is not installed; pip install 'tandem-serve[nixl]'")

@@ -1,7 +1,7 @@
 """Triton's interpreter, made faster.
 
-It searches its whole language each time that one function of a kernel calls another, and describes the shape of each
-tensor anew.
+By itself it searches its whole language each time that a kernel's function calls another, and describes each tensor's
+shape anew.
 """
 
 import inspect
@@ -45,7 +45,7 @@ def hasten() -> None:
 
 
 def _remember_shapes() -> None:
-    """Blocks of one shape share its description, which nothing changes, and numpy's dtypes are looked up by name."""
+    """Shares one description among blocks of one shape, which nothing changes, and looks numpy's dtypes up by name."""
     import triton.language as tl
     from triton.runtime import interpreter
 

@@ -1,4 +1,4 @@
-"""A cache by the calls of TVM's PagedAttentionKVCache, and what only tests ask of one."""
+"""A cache with the calls of TVM's PagedAttentionKVCache, and questions that only tests ask."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ class TvmCache(PagedKVCache):
 
     @classmethod
     def of(cls, cache: PagedKVCache) -> "TvmCache":
-        """The same cache, by these calls."""
+        """Returns the same cache with these calls."""
         same = cls.__new__(cls)
         same.__dict__ = cache.__dict__
         return same
@@ -133,18 +133,18 @@ class TvmCache(PagedKVCache):
         return len(self._table) == 0
 
     def first_position(self, sequence: int) -> int:
-        """The first position that all layers hold: 0 without windows."""
+        """Returns the first position that all layers hold: 0 without windows."""
         return max(self._pages.first_positions(self._table.row(sequence)))
 
     def gather_kv(self, sequence: int, begin: int, end: int) -> list[tuple[Tensor, Tensor]]:
-        """gather_group() of each layer of the model. begin is at least first_position(sequence), unless nothing is
-        asked for."""
+        """Returns gather_group() of each layer of the model. begin is at least first_position(sequence), unless nothing
+        is asked for."""
         places = self._layers.places.values()
         found = {group: self.gather_group(sequence, group, begin, end) for group in {group for group, _ in places}}
         return [found[group][index] for group, index in places]
 
     def num_sent(self, sequence: int) -> int:
-        """Positions of its map that forwards have issued; less again after pop."""
+        """Returns how many positions of its map forwards have issued; fewer after pop."""
         return self._marks.num_sent(self._table.row(sequence))
 
     def sends_done(self, sequence: int) -> bool:

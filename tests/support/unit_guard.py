@@ -26,7 +26,7 @@ class UnitGuard:
     it, too, because a module that another file's test has loaded is no event."""
 
     def __init__(self, root: Path | None = None) -> None:
-        """root: where the product's C sources lie, which unit tests find compiled; None: they are left."""
+        """root: the folder of the product's C sources, which unit tests find compiled; None: they stay uncompiled."""
         self.done: list[str] = []  # by the test at work
         self._sources = (
             [] if root is None else sorted(path for folder in PRODUCT for path in (root / folder).rglob("*.c"))
@@ -80,7 +80,7 @@ class UnitGuard:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self) -> Generator[None, object, object]:
-        """Fails, too, where the code under test caught what _refuse raised, or another thread had it."""
+        """Fails even if the code under test caught the error of _refuse, or another thread had it."""
         result = yield
         if self._test and self.done:
             self._refuse(self.done[0])

@@ -8,8 +8,8 @@ POLL_SECONDS = 0.005
 
 
 def until(holds: Callable[[], object], patience_seconds: float = PATIENCE_SECONDS) -> None:
-    """Returns once `holds` is true; AssertionError when it never is. Asking takes at most a third of the time: what is
-    waited for may need the core."""
+    """Returns once `holds` is true; AssertionError when it never is. Asking takes at most a third of the time, because
+    the awaited work may need the core."""
     deadline = time.monotonic() + patience_seconds
     while True:
         asked = time.monotonic()

@@ -1,4 +1,4 @@
-"""Prompts whose first tokens nobody samples."""
+"""Computes prompts whose first tokens nobody samples."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ def compute_prompts(
     *,
     push: bool = False,
 ) -> Tensor:
-    """ModelRunner.prompts(), and what it leaves, with the best tokens. Its logits."""
+    """Calls ModelRunner.prompts() with the best tokens. Returns the logits."""
     logits, left = runner.prompts(PromptChunks(sequence_ids, chunks, lengths), push=push)
     if left is not None:
         left.compute(logits.argmax(1))

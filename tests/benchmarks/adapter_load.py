@@ -1,4 +1,4 @@
-"""What adding a LoRA adapter costs the streams that run meanwhile, in a cluster of processes. Prints JSON.
+"""Measures what adding a LoRA adapter costs the streams that run meanwhile, in a cluster of processes. Prints JSON.
 
 Streams of one client decode without a pause. Windows take turns: in a quiet one nothing happens, in the other an
 adapter is added, answers one request, and is removed. A gap is the time between two messages of a stream. A window of

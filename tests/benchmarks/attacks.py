@@ -1,4 +1,4 @@
-"""What a client that attacks the gateway costs the streams of others. Prints JSON.
+"""Measures what a client that attacks the gateway costs the streams of others. Prints JSON.
 
 A gateway in a process of its own, a worker that computes nothing and gives each stream a token so many times a second,
 clients that read those streams over both frontends, and one attack after another from a process of its own. That one

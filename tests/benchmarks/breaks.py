@@ -1,4 +1,4 @@
-"""What `tandem` says of deliberate mistakes, and how long it takes: makes docs/errors.md.
+"""Records what `tandem` says of deliberate mistakes, and how long it takes: makes docs/errors.md.
 
 python -m tests.benchmarks.breaks [--only WORDS] [--write]
 

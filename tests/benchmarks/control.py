@@ -1,4 +1,4 @@
-"""What the control plane costs: maps, planning, messages. Prints JSON.
+"""Measures what the control plane costs: maps, planning, messages. Prints JSON.
 
 map_bytes       PositionMap message of 32K tokens, page 16: fresh pages, and 2048 random pages of 65,536
 codec_us        encode + decode of the fresh map, median

@@ -1,4 +1,4 @@
-"""What a verify step of a recurrent layer costs by how it can go back to the state behind the tokens that held.
+"""Measures a verify step of a recurrent layer by how it goes back to the state after the tokens that held.
 
 Prints JSON: milliseconds a layer of each way, and of a plain step of one token; the fastest of some, on one thread.
 

@@ -1,4 +1,4 @@
-"""What a streamed message costs the gateway, through gRPC and through HTTP. Prints JSON.
+"""Measures what a streamed message costs the gateway, through gRPC and through HTTP. Prints JSON.
 
 A gateway in a process of its own, between clients in others and a worker that computes nothing and gives all its
 streams a token so many times a second. Frontends in turns; per frontend, medians over the rounds:

@@ -1,4 +1,4 @@
-"""How long the gate of a change takes, checks and tests: minutes, those of all its CPUs, the slowest tests and files.
+"""Measures the gate, checks and tests: minutes, minutes of all CPUs, the slowest tests and files.
 
 Runs `.ci/run` and prints JSON. Its own output goes to standard error. With --junit it reads the tests of a run before.
 CPU minutes are those of processes that their parents waited for: of what Ray starts in the background they lack a part.

@@ -1,4 +1,4 @@
-"""What a gateway of several processes writes, and how evenly. Prints JSON.
+"""Measures what a gateway of several processes writes, and how evenly. Prints JSON.
 
 N gateway processes on one port, clients in processes of their own with many connections, and a worker that computes
 nothing and gives each stream a token a step. Of the seconds in which all streams run:

@@ -1,4 +1,4 @@
-"""What the CUDA graphs of a worker take, by kind, on one GPU, no cluster. Prints JSON.
+"""Measures what the CUDA graphs of a worker take, by kind, on one GPU, no cluster. Prints JSON.
 
 seconds     to capture all graphs of the kind
 allocator   MiB that torch holds for their temporaries and results

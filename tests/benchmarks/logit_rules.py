@@ -1,4 +1,4 @@
-"""What penalties, bias and grammars cost a decode step, one GPU, no cluster; prints JSON.
+"""Measures what penalties, bias and grammars cost a decode step, one GPU, no cluster; prints JSON.
 
 A step of all rows is timed as steps.py does it, first without any LogitRules, then with those of some rows or all:
 penalties (all three, 16 biased tokens, min_tokens and stop tokens) and json (an array of objects by a schema). Masks

@@ -1,4 +1,4 @@
-"""How long the gateway's event loop is held by one thing, for each kind of large call. Prints JSON.
+"""Measures how long the gateway's event loop is held by one thing, for each kind of large call. Prints JSON.
 
 A gateway in a process of its own, a worker that computes nothing and says what a kind's script has, and clients in a
 process that gives way to all others. For each kind:

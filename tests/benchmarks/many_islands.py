@@ -1,4 +1,4 @@
-"""What the gateway does with 1, 8 and 64 islands of workers that compute nothing. Prints JSON.
+"""Measures what the gateway does with 1, 8 and 64 islands of workers that compute nothing. Prints JSON.
 
 A gateway of one process, and the workers in another: each island is a prefill and a decode worker of one server. Each
 worker has reported 4,096 pages. Per number of islands, medians over the rounds, of decisions the least of five:

@@ -1,4 +1,4 @@
-"""What metrics cost the gateway. Prints JSON.
+"""Measures what metrics cost the gateway. Prints JSON.
 
 Two gateways of one process, one with metrics and one without, and a worker that computes nothing and gives each stream
 a token a step. Rounds of the same clients go to one and to the other in turns. The one with metrics is scraped every

@@ -1,6 +1,6 @@
-"""What drafts by a layer for multi-token prediction cost a request, unloaded, through gRPC: a cluster without, one with
-`speculation.method: mtp`, and one without again. Two GPUs have prefill and decode apart, one GPU has a worker that does
-both. Prints JSON.
+"""Measures what drafts by a layer for multi-token prediction cost a request, unloaded, through gRPC: a cluster without
+it, one with `speculation.method: mtp`, and one without again. Two GPUs have prefill and decode apart, one GPU has a
+worker that does both. Prints JSON.
 
 Numbers are medians over the rounds, in ms.
 

@@ -1,4 +1,4 @@
-"""What pushing KV costs the prefill of a prompt that is alone: Qwen3-8B, 8K tokens, two GPUs. Prints JSON.
+"""Measures what pushing KV costs the prefill of a prompt that is alone: Qwen3-8B, 8K tokens, two GPUs. Prints JSON.
 
 The prefill worker of a running 1P1D cluster computes new prompts, in turn with all positions pushed and with one only
 (see Pair.prefill); seconds are the worker's own, from the prompt's first forward to the signal behind all writes.

@@ -1,4 +1,4 @@
-"""What a decode step of one rank reads at least, by the config of its shard, and how often its ranks add up."""
+"""Computes the least that a decode step of one rank reads, by its shard's config, and how often its ranks add up."""
 
 import torch
 

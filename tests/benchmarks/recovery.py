@@ -1,5 +1,5 @@
-"""What a lost process costs: kill -9 of a prefill worker in mid-push, of a decode worker in mid-decode and of the
-gateway in mid-stream. Prints JSON.
+"""Measures what a lost process costs: kill -9 of a prefill worker in mid-push, of a decode worker in mid-decode, and of
+the gateway in mid-stream. Prints JSON.
 
 Under Ray, with one and with two islands of a prefill and a decode worker, while `--clients` send long prompts all the
 time; median and worst of `--rounds` kills of each:

@@ -1,4 +1,4 @@
-"""What a routing decision costs, and what each policy makes of simulated traffic. Prints JSON; needs no worker.
+"""Measures routing decisions, and each policy under simulated traffic. Prints JSON; needs no worker.
 
 decision   64 workers in 8 islands whose indexes have a million pages in all; prompts of 8,192 tokens. From the
            request to the first pair, with its keys made before. None held; all workers hold a system prompt of

@@ -1,5 +1,5 @@
-"""What drafts give on a CPU, through the gRPC server: the demo's trained model without any, by prompt lookup, and by
-the drafter that was trained for it. Prints JSON.
+"""Measures what drafts give on a CPU, through the gRPC server: the demo's trained model without drafts, with prompt
+lookup, and with the drafter that was trained for it. Prints JSON.
 
 A cluster of one prefill and one decode worker for each method; they take turns with the demo's prompts, greedy, in
 float32. (In 16 bits forwards of several rows round otherwise.) Outputs are equal, or the run ends. Each number is the

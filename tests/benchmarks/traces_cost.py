@@ -1,4 +1,4 @@
-"""What traces cost the gateway. Prints JSON.
+"""Measures what traces cost the gateway. Prints JSON.
 
 Two gateways of one process, one with traces and one without, as metrics_cost.py has them with and without metrics; both
 count. Every request is traced.

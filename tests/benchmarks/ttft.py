@@ -1,4 +1,4 @@
-"""What separating prefill from decode costs the first tokens, on two GPUs, unloaded, through gRPC. Prints JSON.
+"""Measures what separate prefill and decode cost first tokens, on two GPUs, unloaded, through gRPC. Prints JSON.
 
 In every round a new prompt takes two ways, which take turns to be first, and numbers are medians over the rounds:
 

@@ -1,4 +1,4 @@
-"""What the host does from one verify step's tokens to the launch of the next, no device and no cluster. Prints JSON.
+"""Measures the host from one verify step's tokens to the next launch, without a device or cluster. Prints JSON.
 
 A decode worker's loop, its cache and its graph buffers are real; a replay posts tokens at once, which agree with a
 draft up to a random place. Processor time in µs: the least of 300 steps, which neighbours on the machine disturb least,

@@ -1,4 +1,4 @@
-"""What streams notice while a worker of their island joins, leaves or is replaced. Prints JSON.
+"""Measures what streams notice while a worker of their island joins, leaves or is replaced. Prints JSON.
 
 Under Ray, an island of two prefill and two decode workers of a tiny model on CPUs, with `--streams` that decode all the
 time. In each round a decode worker joins, one leaves that has no time to finish what it has, and one is killed. Then

@@ -1,4 +1,4 @@
-"""What strangers cost others. Prints JSON.
+"""Measures what strangers cost others. Prints JSON.
 
 A cluster of one prefill and one decode worker on the CPU, with a token. An honest client calls it all the time. An
 attacker in a process of its own (nice 10) makes one attack after another, over 1 connection and over 4. A quiet phase

@@ -99,7 +99,7 @@ _send = PrefillHints.send
 
 
 class _Faults:
-    """Draws what happens to each message, and keeps what was sent a second time until it is answered."""
+    """Draws a fault for each message, and keeps duplicates until they are answered."""
 
     def __init__(self, network: BadNetwork, incarnation: int) -> None:
         self._random = random.Random(f"{network.seed} {incarnation}")
@@ -152,7 +152,7 @@ class _Faults:
 
 
 class _Answers(grpc.aio.UnaryUnaryClientInterceptor):
-    """PrepareReceive, RemoteSend, Abort."""
+    """Faults of PrepareReceive, RemoteSend, Abort."""
 
     def __init__(self, faults: _Faults) -> None:
         self._faults = faults
@@ -166,7 +166,7 @@ class _Answers(grpc.aio.UnaryUnaryClientInterceptor):
 
 
 class _Streams(grpc.aio.UnaryStreamClientInterceptor):
-    """StartGenerate; an answer is lost with all that would follow it."""
+    """Faults of StartGenerate. A lost answer loses all that would follow it."""
 
     def __init__(self, faults: _Faults) -> None:
         self._faults = faults

@@ -1,4 +1,4 @@
-"""Requests of a storm, and what must come of them."""
+"""Requests of a storm, with their expected results."""
 
 import asyncio
 import random

@@ -28,7 +28,7 @@ AGAIN_SECONDS = 0.3
 
 
 class HostClients:
-    """The same, seen from the test: a process that `command` starts on its host, and what it has reported."""
+    """These clients as the test sees them: a process that `command` starts on its host, and its reports."""
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str], cases: list[Any], folder: Path, seed: int = 0
@@ -64,7 +64,7 @@ class HostClients:
         return [outcome for outcome in self.outcomes if outcome.startswith("wrong")]
 
     def wait(self, seconds: float) -> None:
-        """TimeoutExpired when the clients still ask after so long."""
+        """Waits for the end. TimeoutExpired when the clients still ask after so long."""
         self._process.wait(seconds)
 
     def stop(self) -> None:

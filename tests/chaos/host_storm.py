@@ -47,15 +47,15 @@ SETTINGS: dict[str, Any] = {
     "recovery.drain_seconds": 1,
 }
 PARTS = {"worker": ("prefill (PE", "decode (PE"), "gateway": ("gateway.",), "process host": ("ray::ProcessHos",)}
-"""The processes of a part, by the beginnings of the names that the kernel keeps."""
+"""The processes of a part, by the beginnings of their names in the kernel."""
 BLOWS = {"kill worker": 6, "kill gateway": 3, "kill process host": 2, "kill host": 2, "lose GCS": 3}
 BLOWS |= {"short partition": 6, "partition": 3, "long partition": 1, "short partition of the head": 1}
 
 
 @dataclass
 class HostOutcome:
-    """blows: what was done. pauses: the longest of a stream behind each kind of blow, in seconds. rays: nodes of Ray
-    that were started again."""
+    """The outcome. blows: what was done. pauses: the longest of a stream after each kind of blow, in seconds. rays:
+    nodes of Ray that were started again."""
 
     blows: Counter[str] = field(default_factory=Counter)
     streams: Counter[str] = field(default_factory=Counter)
@@ -92,8 +92,8 @@ class HostStorm:
         self.outcome = HostOutcome()
 
     def run(self, blows: Sequence[str]) -> HostOutcome:
-        """Until all blows have fallen. AssertionError for a wrong token, a page or process that is left, or an end
-        without a type, behind what the launcher's log says last."""
+        """Runs until all blows have fallen. AssertionError for a wrong token, a page or process that is left, or an end
+        without a type. It has the last lines of the launcher's log."""
         try:
             return self._run(blows)
         except BaseException:
@@ -128,7 +128,8 @@ class HostStorm:
         return self.outcome
 
     def _cases(self, cluster: Cluster) -> list[Any]:
-        """Greedy ones have the tokens of transformers; those with a seed, what the cluster answers undisturbed."""
+        """Makes the cases. Greedy ones have the tokens of transformers; those with a seed have the cluster's
+        undisturbed answers."""
         prompts = [random_prompt(self._random.randrange(1, 90), number, VOCABULARY) for number in range(8)]
         greedily: dict[str, Any] = GREEDY | {"max_tokens": OUTPUT}
         drawn = greedily | {"temperature": 1.0, "top_p": 0.9, "seed": 11}
@@ -154,7 +155,7 @@ class HostStorm:
             time.sleep(self._random.uniform(0.0, 2.0))
 
     def _await_streams(self, clients: HostClients, number: int) -> None:
-        """Until so many more have finished: more than can have been under way."""
+        """Waits until so many more streams have finished: more than can have been under way."""
         enough, deadline = clients.finished + number, time.monotonic() + PATIENCE_SECONDS
         while clients.finished < enough:
             assert time.monotonic() < deadline, f"no streams for {PATIENCE_SECONDS:g} s: {clients.outcomes}"
@@ -181,7 +182,8 @@ class HostStorm:
             self._revive(made, far)
 
     def _cut(self, made: Hosts, host: int, seconds: float, *, until_quiet: bool = False) -> None:
-        """until_quiet: at least until the workers there have ended, which they do before the link is back."""
+        """Cuts the link. until_quiet: at least until the workers there have ended, which they do before the link is
+        back."""
         made.unplug(host)
         try:
             time.sleep(seconds)
@@ -193,7 +195,7 @@ class HostStorm:
             made.unplug(host, down=False)
 
     def _revive(self, made: Hosts, host: int) -> None:
-        """A node that Ray has given up ends once it hears so, and a service would start it again."""
+        """Starts a node again. A node that Ray has given up ends once it hears so, and a service would restart it."""
         deadline = time.monotonic() + 5.0
         while time.monotonic() < deadline:
             if not _raylet(made, host):
@@ -242,7 +244,7 @@ class HostStorm:
 
 
 def _is_idle(worker: dict[str, Any]) -> bool:
-    """Nothing runs, and every page is free or holds a prefix only."""
+    """Returns whether nothing runs, and every page is free or holds a prefix only."""
 
     def count(name: str) -> int:
         return int(worker.get(name, 0))

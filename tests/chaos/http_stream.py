@@ -12,7 +12,7 @@ from tests.support.http_client import COMPLETIONS
 @dataclass
 class HttpStream:
     """One stream. begun: the server has answered. ended: with [DONE]. broken: with its connection, or not begun. error:
-    what the server said of it. retry_after_seconds: it was refused for so long."""
+    the server's error. retry_after_seconds: it was refused for so long."""
 
     tokens: list[int] = field(default_factory=list)
     text: str = ""

@@ -27,7 +27,7 @@ PARTS: dict[str, Callable[[str], bool]] = {
     "fork server": lambda name: name == "fork server",
     "spare": lambda name: name == "spare fork serv",
 }
-"""The processes of a part, by the name that the kernel keeps, which has at most 15 characters."""
+"""The processes of a part, by their names in the kernel, which have at most 15 characters."""
 
 
 class Launched:
@@ -98,7 +98,7 @@ class Launched:
         return self.wait()
 
     def check_gone(self) -> None:
-        """AssertionError for a process, a name in /dev/shm, a listening port or a runtime file that is left."""
+        """Raises AssertionError for a process, a name in /dev/shm, a listening port or a runtime file that is left."""
         deadline = time.monotonic() + END_SECONDS
         while left := self._left():
             assert time.monotonic() < deadline, f"left behind: {left}"
@@ -112,7 +112,7 @@ class Launched:
                 probe.bind(("127.0.0.1", port))
 
     def _left(self) -> list[str]:
-        """Names of processes that still run: seen ones, and what they have started since."""
+        """Names processes that still run: seen ones, and those that they have started since."""
         below = {process for parent in list(self._seen) if runs(parent) for process in children(parent[0])}
         self._seen |= below | titled(self.name)
         return [f"{process[0]} {_name(process[0])}" for process in self._seen if _runs_on(process)]
@@ -124,7 +124,7 @@ class Launched:
 
 
 def titled(cluster: str) -> set[Process]:
-    """The processes whose title has that cluster's name, but for its launcher."""
+    """Returns the processes whose title has that cluster's name, except its launcher."""
     return {
         (int(entry), started_at(int(entry)))
         for entry in os.listdir("/proc")
@@ -148,5 +148,5 @@ def _name(pid: int) -> str:
 
 
 def _runs_on(process: Process) -> bool:
-    """Runs, and has not only to be reaped."""
+    """Returns whether it runs, and does not just wait to be reaped."""
     return runs(process) and os.path.exists(f"/proc/{process[0]}/fd/0")

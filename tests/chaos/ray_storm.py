@@ -83,7 +83,7 @@ class Outcome:
 
 
 def plan_ray_blows(seed: int, number: int, kinds: Mapping[str, int] = MappingProxyType(TARGETS)) -> list[Blow]:
-    """kinds: weights of targets."""
+    """Plans the blows. kinds: weights of targets."""
     rng = random.Random(seed)
     targets, weights = list(kinds), list(kinds.values())
     return [
@@ -120,7 +120,7 @@ class RayStorm:
         self._cluster = self._launch()
 
     def run(self, blows_planned: Sequence[Blow]) -> Outcome:
-        """Until all blows have fallen; then the cluster is stopped, and nothing of it is left."""
+        """Runs until all blows have fallen; then the cluster is stopped, and nothing of it is left."""
         began = time.monotonic()
         blows = threading.Thread(target=self._strike, args=(blows_planned,), name="blows")
         probes = threading.Thread(target=self._probe, name="probes")
@@ -161,7 +161,7 @@ class RayStorm:
         return Launched(self._model, f"ray-storm-{os.getpid()}", self._ports, self._settings)
 
     async def _cases(self) -> list[Case]:
-        """Their tokens, undisturbed; greedy ones are those of transformers."""
+        """Makes the cases, with undisturbed tokens; greedy ones are those of transformers."""
         oracle, cases = load_oracle(self._model), []
         async with AsyncClient(self._address) as client:
             for number in range(8):

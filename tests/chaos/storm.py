@@ -69,7 +69,7 @@ RANKS: dict[str, Any] = {
     "island.prefill_ranks": 2,
     "island.decode_ranks": 2,
 }
-"""Both workers of one island have two."""
+"""Both workers of one island have two ranks."""
 WORKERS: dict[str, Any] = {"num_islands": 1, "island.num_prefill": 2, "island.num_decode": 2}
 """One island has all workers."""
 ON_GPUS: dict[str, Any] = {
@@ -168,7 +168,7 @@ class Storm:
         self._connected, self._over = threading.Event(), threading.Event()
 
     def run(self, num_blows: int, num_requests: int) -> Outcome:
-        """Until all blows have fallen and at least num_requests were made; then the cluster is idle and whole."""
+        """Runs until all blows have fallen and at least num_requests were made. Then the cluster is idle and whole."""
         began = time.monotonic()
         cases = make_cases(self._model, self._output_tokens, self._seed)
         address = self.cluster.start()
@@ -330,7 +330,8 @@ class Storm:
     # Afterwards
 
     def _check_calm(self, address: str, seconds: float = 60.0) -> None:
-        """Both islands serve, all pages are free, nothing runs, and nobody holds pages of an epoch that is over."""
+        """Checks that both islands serve, all pages are free, nothing runs, and nobody holds pages of an ended
+        epoch."""
         deadline = time.monotonic() + seconds
         while busy := self._busy(address):
             assert time.monotonic() < deadline, f"not calm after {seconds} s: {busy}"
@@ -368,6 +369,6 @@ def _is_busy(worker: inference_pb2.WorkerInfo) -> bool:
 
 
 def _segments(pids: Sequence[int]) -> set[str]:
-    """The memory segments that these processes map, by inode."""
+    """Returns the memory segments that these processes map, by inode."""
     lines = [line for pid in pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
     return {line.split()[4] for line in lines if "memfd:tandem" in line}

@@ -1,4 +1,4 @@
-"""Models that a storm is over, and what their clusters need beside its own settings."""
+"""Models of storms, and further settings that their clusters need."""
 
 from collections.abc import Callable
 from pathlib import Path

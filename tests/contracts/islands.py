@@ -19,7 +19,7 @@ NUM_SLOTS = NUM_PAGES * PAGE_SIZE
 
 
 def pages_of(layout: KVLayout) -> tuple[int, ...]:
-    """Per group the pages of NUM_SLOTS slots."""
+    """Returns for each group the pages of NUM_SLOTS slots."""
     return tuple(NUM_SLOTS // paging.entries for paging in layout.paging)
 
 

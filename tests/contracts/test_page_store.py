@@ -1,4 +1,4 @@
-"""Stores of evicted pages, in host memory alone and with a disk behind it, against dictionaries that forget their
+"""Compares stores of evicted pages, in host memory alone and with a disk, with dictionaries that forget their
 oldest."""
 
 from collections import OrderedDict

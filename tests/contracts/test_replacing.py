@@ -50,7 +50,7 @@ def island(name: str) -> Iterator[list[Transport]]:
 
 
 def successor(name: str, island: list[Transport], epoch: int = SECOND) -> Transport:
-    """Takes the place of PE 1, which the others have cut."""
+    """Makes a process that takes the place of PE 1, which the others have cut."""
     epochs = (FIRST, epoch, FIRST)
     new = create_transport(name, replace(CONFIG.of(1), epoch=epoch, epochs=epochs))
     island.append(new)
@@ -71,7 +71,7 @@ def tokens(source: Transport, group: int, count: int, value: float) -> torch.Ten
 
 
 def check_writes(source: Transport, target: Transport, value: float) -> None:
-    """Everything, and a signal behind it."""
+    """Checks that everything is written, and then a signal."""
     for group, pool in enumerate(source.pools):
         pool.fill_(value)
         source.write_slots(target.pe, group, EVERYTHING, EVERYTHING)
@@ -143,7 +143,7 @@ def test_an_offer_that_nobody_took_can_be_made_again(name: str, island: list[Tra
 
 
 def test_a_place_may_stay_free(name: str) -> None:
-    """PE 1 joins where nobody is PE 2, which comes later."""
+    """PE 1 joins while the place of PE 2 is empty; PE 2 comes later."""
     epochs = (FIRST, SECOND, 0)
     with ExitStack() as stack:
         first, second, third = (
@@ -196,7 +196,7 @@ def test_peers_of_other_transports_stay(fixed: str) -> None:
 
 @contextmanager
 def writing_without_end(name: str) -> Iterator[tuple[Transport, Peer]]:
-    """PE 0, and PE 1, a process that fills PE 0's pages for ever."""
+    """Yields PE 0, and PE 1, a process that fills PE 0's pages for ever."""
     with ExitStack() as stack:
         peer = Peer.start(1, 2, name)
         stack.callback(peer.end)
@@ -210,7 +210,7 @@ def writing_without_end(name: str) -> Iterator[tuple[Transport, Peer]]:
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP, None])
 def test_nothing_that_a_cut_peer_wrote_lands(name: str, end: signal.Signals | None) -> None:
-    """Dead in the middle of its writes, stopped there, or alive and still writing."""
+    """The peer is dead in the middle of its writes, stopped there, or alive and still writing."""
     with writing_without_end(name) as (own, peer):
         until(lambda: float(own.pools[0].max()) > 3)
         if end is not None:

@@ -59,7 +59,7 @@ def others_of(island: list[Worker]) -> list[RankTransport]:
 
 
 def successor(name: str, island: list[Worker]) -> Worker:
-    """Takes the place of PE 1, which the others have cut."""
+    """Makes a worker that takes the place of PE 1, which the others have cut."""
     new = ranks_of(name, 1, (FIRST, SECOND, FIRST))
     island.append(new)
     own, others = [one.open() for one in new], others_of(island)
@@ -73,7 +73,7 @@ def successor(name: str, island: list[Worker]) -> Worker:
 
 
 def check_writes(source: Worker, target: Worker, generation: int) -> None:
-    """Each rank writes the heads that it has. The signal counts once all have come."""
+    """Checks writes: each rank writes its own heads, and the signal counts once all have come."""
     whole, row = torch.randn(8, LAYERS, 2, HEADS, PAGE, 8), 1
     signal = generation << 40 | 17
     for one in source:

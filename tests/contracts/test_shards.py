@@ -27,7 +27,7 @@ HEADS, LAYERS, WIDTHS = (8, 4), ((0, 2, 4, 5), (1, 3)), (8, 4)  # of the whole m
 
 
 def shard_of(rank: int, size: int, layers: range = range(6)) -> KVLayout:
-    """The heads of a rank, in a stage of the model."""
+    """Returns the layout with the heads of a rank, in a stage of the model."""
     groups = tuple(
         LayerGroup(tuple(layer - layers.start for layer in of if layer in layers), KV(heads // size, width))
         for of, heads, width in zip(LAYERS, HEADS, WIDTHS, strict=True)
@@ -82,7 +82,7 @@ def part(whole: list[Tensor], layout: KVLayout, group: int) -> Tensor:
 
 
 def draw(seed: int) -> list[Tensor]:
-    """Pools of the whole model."""
+    """Draws pools of the whole model."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [
         (NUM_PAGES, len(layers), 2, heads, PAGE_SIZE, width)
@@ -173,7 +173,7 @@ def test_the_map_of_another_shard_is_read_where_it_is_expected() -> None:
 
 @pytest.mark.parametrize(("own", "peers"), [(1, 4), (4, 1), (2, 4), (4, 2), (2, 2)])
 def test_heads_are_mapped_as_regions_say(own: int, peers: int) -> None:
-    """The rule for one group by numbers of heads alone, against the ranges of all pairs of ranks."""
+    """Compares the rule for one group, by numbers of heads alone, with the ranges of all pairs of ranks."""
     heads, peer_heads = 8 // own, 8 // peers
     for rank, layout in enumerate(ranks(own)):
         found = []

@@ -51,7 +51,7 @@ LAYOUTS = {
 
 @contextmanager
 def island_of(name: str, layout: KVLayout) -> Iterator[list[Transport]]:
-    """Two PEs."""
+    """Makes an island of two PEs."""
     config = TransportConfig(0, 2, layout, (PAGES,) * len(layout.groups), num_signals=4, island="spans", epoch=7)
     transports = ISLANDS[name](config)
     try:
@@ -114,7 +114,8 @@ def first_needed(span: Span, query: int) -> int:
 
 
 def wanted_entries(layout: KVLayout, number: int, begin: int, end: int, border: int) -> range:
-    """The entries of positions begin … end - 1 in pages that a query in the page of `end`, the coarsest, needs."""
+    """Returns the entries of positions begin … end - 1 in pages that a query in the page of `end`, the coarsest,
+    needs."""
     group, (every, size, _) = layout.groups[number], layout.paging[number]
     if group.keeps.given:
         return range(min(begin, border), min(end, border))
@@ -184,7 +185,7 @@ def test_what_lands_is_what_spans_keep(
 
 
 def check_digest_sees(cache: TvmCache, begin: int, number: int, pool: Tensor, runs: SlotRuns) -> None:
-    """The first and the last slot that were wanted, and none that was not."""
+    """Checks that the digest covers the first and the last wanted slot, and no other slot."""
     wanted = [slot for slot in runs.slots().tolist() if slot != SKIP]
     before, size = digest_kv(cache, 0, begin, LENGTH), cache.layout.paging[number].entries
     other = next(slot for slot in range(len(pool) * size) if slot not in wanted)

@@ -27,7 +27,7 @@ def shards(size: int) -> list[Shard]:
 
 
 def draw(shape: StateShape, seed: int) -> list[Tensor]:
-    """Pools of the whole model."""
+    """Draws pools of the whole model."""
     layout, generator = layout_of(shape, WHOLE, PAGE_SIZE), torch.Generator().manual_seed(seed)
     return [torch.randn(NUM_PAGES, *layout.page_shape(group), generator=generator) for group in range(2)]
 
@@ -36,7 +36,7 @@ def draw(shape: StateShape, seed: int) -> list[Tensor]:
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("senders", "receivers"), SIDES)
 def test_each_rank_gets_the_states_of_its_heads(senders: int, receivers: int, rule: str, name: str) -> None:
-    """Two heads serve eight, so that of four ranks two each share one."""
+    """Two heads serve eight, so two of four ranks share each serving head."""
     shape, before, whole = RULES[rule], draw(RULES[rule], 1), draw(RULES[rule], 2)
     ranks = [*shards(senders), *shards(receivers)]
     layouts = tuple(layout_of(shape, rank, PAGE_SIZE) for rank in ranks)

@@ -18,7 +18,7 @@ Pools = list[Tensor]
 
 
 def fill(transport: Transport, seed: int) -> Pools:
-    """Random bits into all pools; what they hold now."""
+    """Fills all pools with random bits, and returns their contents."""
     generator = torch.Generator().manual_seed(seed)
     for pool in transport.pools:
         pool.copy_(torch.randn(pool.shape, generator=generator))
@@ -46,7 +46,7 @@ def naive_slots(expected: Pools, group: int, source: Pools, source_slots: Int32A
 
 
 def runs_of_slots(seed: int) -> tuple[Int32Array, Int32Array]:
-    """Equally many source and target slots in runs of any alignment, distinct each."""
+    """Draws equally many source and target slots in runs of any alignment, all distinct."""
     rng = np.random.default_rng(seed)
     source = np.concatenate([np.arange(20, 37), np.arange(4, 16), np.arange(39, 41)])
     target = np.concatenate([np.arange(20, 37), np.arange(0, 12), np.arange(45, 47)])

@@ -1,4 +1,4 @@
-"""A Dockerfile as its instructions, and what is wrong with ours."""
+"""Reads a Dockerfile as its instructions, and finds faults of ours."""
 
 import json
 import re
@@ -38,7 +38,7 @@ class Stage:
 
 
 def stages(text: str) -> list[Stage]:
-    """ValueError for an instruction that there is not."""
+    """Returns the stages. ValueError for an unknown instruction."""
     joined = re.sub(r"\\\n", " ", re.sub(r"^\s*#.*\n", "", text, flags=re.MULTILINE))
     found = [Stage("", "")]  # what stands before the first FROM
     for line in filter(str.strip, joined.splitlines()):
@@ -54,7 +54,7 @@ def stages(text: str) -> list[Stage]:
 
 
 def healthcheck(stage: Stage) -> str:
-    """The shell command."""
+    """Returns the shell command of HEALTHCHECK."""
     return stage.all("HEALTHCHECK")[-1].partition("CMD ")[2]
 
 

@@ -27,7 +27,7 @@ TANDEM_LINE = re.compile(r"^(?:#\s+)?(?:\S+=\S+ )*(tandem .*)$", re.MULTILINE)
 
 
 def parse_tandem(words: Sequence[str]) -> tuple[str, dict[str, Any]]:
-    """The command and its parameters. click.UsageError for what `tandem` would refuse."""
+    """Returns the command and its parameters. click.UsageError if `tandem` would refuse it."""
     if Path(words[0]).name not in PROJECT["project"]["scripts"]:
         raise click.UsageError(f"{words[0]} is none of the project's scripts")
     return _parse(typer.main.get_command(app), list(words[1:]))
@@ -47,7 +47,7 @@ def stop_seconds(drain_seconds: float) -> float:
 
 
 def tandem_lines(text: str) -> list[list[str]]:
-    """The words of each line that is a `tandem` command. Lines that end with a backslash go on."""
+    """Returns the words of each line that is a `tandem` command. Lines that end with a backslash go on."""
     return [shlex.split(line, comments=True) for line in TANDEM_LINE.findall(text.replace("\\\n", " "))]
 
 

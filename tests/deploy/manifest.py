@@ -37,7 +37,7 @@ GPU = "nvidia.com/gpu"
 
 @dataclass(frozen=True)
 class Manifest:
-    """Parsed. group: whose Pod this is about, the head's or that of one worker group."""
+    """A parsed manifest. group: the one whose Pod this is about, the head's or a worker group's."""
 
     group: dict[str, Any]
     cluster: dict[str, Any]
@@ -96,7 +96,7 @@ class Manifest:
 
 
 def read(text: str) -> Manifest:
-    """KeyError for a missing object."""
+    """Parses a manifest. KeyError for a missing object."""
     objects = {one["kind"]: one for one in yaml.safe_load_all(text)}
     config = objects["ConfigMap"]
     return Manifest(
@@ -110,7 +110,7 @@ def read(text: str) -> Manifest:
 
 
 def findings(text: str) -> list[str]:
-    """Empty for a good manifest."""
+    """Lists faults; empty for a good manifest."""
     try:
         manifest = read(text)
         config = manifest.config()
@@ -264,7 +264,7 @@ def _of_probes(manifest: Manifest, config: ClusterConfig) -> Iterator[str]:
 
 
 def _of_rights(manifest: Manifest) -> Iterator[str]:
-    """The Pod Security Standard `restricted`, and images of this version."""
+    """Yields faults against the Pod Security Standard `restricted`, and images of another version."""
     pod = manifest.pod["securityContext"]
     if not pod.get("runAsNonRoot") or pod.get("seccompProfile") != {"type": "RuntimeDefault"}:
         yield "securityContext: not restricted"

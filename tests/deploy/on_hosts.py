@@ -42,7 +42,8 @@ class Start:
 
 
 def unit_values(text: str, key: str) -> list[str]:
-    """All that a unit gives a key. A backslash at its end continues a line; an empty value drops those before it."""
+    """Returns all values of a unit's key. A backslash at the end continues a line; an empty value drops the earlier
+    ones."""
     values: list[str] = []
     for value in re.findall(rf"^{key}=(.*)$", re.sub(r"\\\n\s*", "", text), re.MULTILINE):
         values = [*values, value] if value else []
@@ -61,7 +62,7 @@ def by_systemd(hosts: Hosts, home: Path) -> Start:
     )
 
     def given(host: int) -> dict[str, str]:
-        """/etc/tandem/environment."""
+        """Returns /etc/tandem/environment."""
         return {"TANDEM_HOST": hosts.addresses[host], "TANDEM_HEAD": hosts.addresses[0]}
 
     def here(text: str) -> str:
@@ -86,7 +87,7 @@ def by_systemd(hosts: Hosts, home: Path) -> Start:
 
 
 def by_ray_up(hosts: Hosts, home: Path) -> Start:
-    """Without `ray stop`, which would end every Ray of the machine that these hosts are made of."""
+    """Makes the start without `ray stop`, which would end every Ray of the machine that these hosts are made of."""
     text = (DEPLOY / "ray" / "hosts.yaml").read_text(encoding="utf-8")
     config = yaml.safe_load(text)
     (up,) = re.findall(r"^#\s+ray exec \S+ --tmux '(.*)'$", text, re.MULTILINE)

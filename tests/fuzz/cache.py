@@ -19,7 +19,7 @@ SEEDS = 2**32
 
 
 def run(seed: int, steps: int, names: list[str]) -> Counter[str]:
-    """Programs of seed, seed + 1, … on each setting in turn, `steps` in all; how often what came about."""
+    """Runs programs of seed, seed + 1, … on each setting in turn, `steps` in all. Counts what came about."""
     counts, done, began = Counter[str](), 0, time.monotonic()
     oracles = {name: Oracle(SETTINGS[name], QUERY_HEADS) for name in names}
     while done < steps:

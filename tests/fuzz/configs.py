@@ -1,4 +1,5 @@
-"""The loader of configurations under bad YAML: it reads a file, or raises ConfigError with lines that name a key."""
+"""Fuzzes the loader of configurations with bad YAML: it reads a file, or raises ConfigError with lines that name a
+key."""
 
 import random
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ VALUES = (
 
 
 def keys() -> list[str]:
-    """Every dotted key, sections included."""
+    """Lists every dotted key, sections included."""
     names = []
     for name, field in ClusterConfig.model_fields.items():
         section = getattr(field.annotation, "model_fields", {})
@@ -30,7 +31,7 @@ def keys() -> list[str]:
 
 # BOMB: thirty levels of nine aliases each: small as YAML, without end when written out.
 def inputs(seed: int) -> Iterator[tuple[bytes, list[str]]]:
-    """A file's bytes and overrides, without end: mutations of what deploy/ has."""
+    """Yields a file's bytes and overrides, without end: mutations of deploy/'s files."""
     rng = random.Random(seed)
     good = [_without_comments(path.read_bytes()) for path in sorted(DEPLOY.glob("*.yaml"))]
     known = keys()

@@ -36,7 +36,7 @@ class Wrong(AssertionError):
 
 
 def check(island: Island, seed: int) -> bool:
-    """One guide, of the kind that seed says. Whether its output came to its end. Raises Wrong."""
+    """Checks one guide, whose kind the seed decides. Returns whether its output came to its end. Raises Wrong."""
     kind = KINDS[seed % len(KINDS)]
     guide, chance = random_guide(kind, seed), random.Random(seed)
     prompt = random_prompt(chance.randint(1, 40), seed, VOCAB)
@@ -60,7 +60,7 @@ def check(island: Island, seed: int) -> bool:
 
 @contextmanager
 def running() -> Iterator[Island]:
-    """A cluster of a random model."""
+    """Runs a cluster of a random model."""
     with tempfile.TemporaryDirectory(prefix="guides-") as folder:
         model = Path(folder) / "model"
         make_checkpoint(model, arch="qwen3", size="tiny", seed=1)

@@ -30,7 +30,7 @@ PATHS = (*[COMPLETIONS] * 5, *CHAT_LIKE)
 
 
 async def bad_post(client: httpx.AsyncClient, rng: random.Random, prompt: Sequence[int]) -> int:
-    """The status of a call whose body may be spoilt; AssertionError, with the body, for an answer that is none."""
+    """Returns the status of a call whose body may be spoilt. AssertionError, with the body, for a malformed answer."""
     path = rng.choice(PATHS)
     body: dict[str, Any] = {"max_tokens": 3, "seed": 3, "stream": rng.random() < 0.3}
     body |= {"prompt": list(prompt)} if path == COMPLETIONS else CHAT_LIKE[path]
@@ -55,7 +55,7 @@ async def bad_post(client: httpx.AsyncClient, rng: random.Random, prompt: Sequen
 
 
 def _value(rng: random.Random, depth: int) -> Any:
-    """Anything that JSON can hold, and some that Python says it can."""
+    """Draws anything that JSON can hold, and some values that only Python's JSON can."""
     kind = rng.randrange(8 if depth else 6)
     if kind == 6:
         return [_value(rng, depth - 1) for _ in range(rng.choice((0, 1, 3, 70)))]

@@ -1,4 +1,4 @@
-"""Bad input from good: bytes that are no message, and messages whose fields hold what they should not."""
+"""Makes bad input from good: bytes that are no message, and messages whose fields hold wrong values."""
 
 import math
 import random
@@ -49,14 +49,14 @@ def insert(rng: random.Random, data: bytearray) -> None:
 
 
 def add_field(rng: random.Random, data: bytearray) -> None:
-    """Any field number with any wire type, the group types and the reserved ones included."""
+    """Adds any field number with any wire type, the group types and the reserved ones included."""
     number, kind = rng.choice((0, *range(1, 14), 99, 2**29 - 1)), rng.randrange(8)
     value = {0: varint(rng.choice(WIDE)), 1: rng.randbytes(8), 2: varint(rng.choice((0, 3, 2**31))) + b"\xff\xfe\xfd"}
     data += varint(number << 3 | kind) + value.get(kind, rng.randbytes(4))
 
 
 def nest(rng: random.Random, data: bytearray) -> None:
-    """The whole inside one field inside another, or groups within groups."""
+    """Puts the whole inside one field inside another, or into groups within groups."""
     number = rng.randrange(1, 8)
     if rng.random() < 0.3:
         data[:] = varint(number << 3 | 3) * NEST + data + varint(number << 3 | 4) * rng.choice((NEST, NEST - 1))

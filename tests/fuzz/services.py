@@ -69,7 +69,7 @@ class Method:
 
     @property
     def fields(self) -> frozenset[str]:
-        """Names that a refusal may give, those of messages inside included."""
+        """Names that a refusal may give, including fields of nested messages."""
         names: set[str] = {self.kind.__name__}
         pending = [self.kind.DESCRIPTOR]
         while pending:
@@ -199,7 +199,7 @@ class Fuzz:
         await self._call(server, method, data, allowed, name, token)
 
     async def _bad_handshake(self, rng: random.Random, number: int) -> None:
-        """A request as a gateway would place it, one of whose messages is spoilt; then it is given back in order."""
+        """Places a request as a gateway would, with one message spoilt; then gives it back in order."""
         request_id = f"fuzz/{number}"
         prompt = random_prompt(rng.randrange(1, 80), number, self._vocabulary)  # shares no prefix with the good one
         bad = rng.randrange(4)
@@ -239,7 +239,7 @@ class Fuzz:
         name: str | None = None,
         token: str | None = None,
     ) -> list[bytes]:
-        """The messages that came; none when the call was refused, as `allowed` has it."""
+        """Returns the messages that came; none if the call was refused with one of the allowed statuses."""
         if token is None and server:
             token = f"Bearer {self._island.workers[server - 1].config.token}"
         call = self._channels[server].unary_stream(f"/tandem.v1.{name or method.name}")
@@ -260,7 +260,7 @@ class Fuzz:
         return answers if code == OK else []
 
     def _good(self, rng: random.Random, method: Method, number: int) -> Message:
-        """A message that the method would take, but for what belongs to it having been said before."""
+        """Makes a message that the method would accept, if the earlier calls that belong to it had been made."""
         prompt = random_prompt(rng.randrange(1, 40), number, self._vocabulary)
         sampling = inference_pb2.SamplingParams(max_tokens=rng.randrange(1, 6), temperature=rng.choice((0, 1)), seed=3)
         values: dict[str, Any] = {

@@ -42,7 +42,8 @@ class Copies:
 
 
 def run(mutants: Sequence[Mutant], checkout: Path, files: Sequence[str], processes: int = 2) -> Iterator[Judgement]:
-    """The tests of all mutants on unchanged copies, then each mutant with its own; judgements as they come."""
+    """Runs the tests of all mutants on unchanged copies, then each mutant with its own. Yields judgements as they
+    come."""
     with (
         tempfile.TemporaryDirectory(prefix="tandem-mutants-") as folder,
         ThreadPoolExecutor(processes) as pool,
@@ -67,7 +68,7 @@ def run(mutants: Sequence[Mutant], checkout: Path, files: Sequence[str], process
 
 
 def shares(mutants: Sequence[Mutant], count: int) -> list[list[str]]:
-    """All their tests in up to `count` parts, those of a file in one: what they share is made once."""
+    """Splits all their tests into up to `count` parts. Tests of a file stay together, because they share fixtures."""
     tests = sorted({test for mutant in mutants for test in mutant.tests})
     files = sorted({test.partition("::")[0] for test in tests})
     parts = [[test for test in tests if test.partition("::")[0] in files[part::count]] for part in range(count)]

@@ -59,7 +59,7 @@ class _Run:
 
     @property
     def noticed(self) -> list[str]:
-        """The tests that failed."""
+        """Returns the tests that failed."""
         return NOTICED.findall(self.output)
 
     @property

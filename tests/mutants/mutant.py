@@ -17,7 +17,7 @@ class Mutant:
     hangs: bool = False  # whether its tests never end: then that counts as noticed
 
     def applied(self, text: str) -> str:
-        """The file's text with the change. StaleMutant when it fits no one place."""
+        """Returns the file's text with the change. StaleMutant unless it fits exactly one place."""
         count = text.count(self.find)
         if count != 1:
             raise StaleMutant(f"{self.file} has the text {count} times; it must be there once")
@@ -29,10 +29,10 @@ class Mutant:
 
     @property
     def module(self) -> str | None:
-        """The import name of the file; None where it is no Python."""
+        """Returns the import name of the file; None if it is no Python."""
         path = Path(self.file)
         return ".".join(("tandem", *path.with_suffix("").parts)) if path.suffix == ".py" else None
 
 
 class StaleMutant(Exception):
-    """The list has to be brought up to date; the text says why."""
+    """The list of mutants is out of date; the text says why."""

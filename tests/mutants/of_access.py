@@ -1,4 +1,4 @@
-"""Protections of the doors: who may come in, what each may see, and how much one may bring."""
+"""Protections of the ports: who may call, what each caller may see, and how much one may send."""
 
 from tests.mutants.mutant import Mutant
 

@@ -1,4 +1,4 @@
-"""Protections of pages, and of what stands in them."""
+"""Protections of pages, and of their contents."""
 
 from tests.mutants.mutant import Mutant
 

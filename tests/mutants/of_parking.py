@@ -1,4 +1,4 @@
-"""Protections of requests that are parked, and of those that are not."""
+"""Protections of parked requests, and of requests that stay."""
 
 from tests.mutants.mutant import Mutant
 

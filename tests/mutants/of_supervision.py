@@ -1,4 +1,4 @@
-"""Protections of who runs: one process at a place, one epoch at a time, and no end before its time."""
+"""Protections of processes: one process at a place, one epoch at a time, and no end before its time."""
 
 from tests.mutants.mutant import Mutant
 

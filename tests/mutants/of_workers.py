@@ -1,4 +1,4 @@
-"""Protections of what a worker computes and is asked."""
+"""Protections of workers' computations and calls."""
 
 from tests.mutants.mutant import Mutant
 

@@ -63,7 +63,7 @@ FILES = {
 
 
 def mutant(test: str, **changes: object) -> Mutant:
-    """Takes the limit away, and asks one test."""
+    """Makes a mutant that removes the limit, with one test."""
     one = Mutant(
         name="no-limit",
         file="cache/limits.py",
@@ -116,7 +116,7 @@ def test_what_a_test_starts_gets_the_mutant_too(tree: Tree) -> None:
 
 
 def test_a_mutant_leaves_with_its_judgement(tree: Tree) -> None:
-    """Also where both texts are of one length and of one second, by which Python knows compiled modules."""
+    """This also holds if both texts have one length and one second, by which Python recognizes compiled modules."""
     changed = mutant("test_waits", find="SEEN = 2", replace="SEEN = 0", tests=("tests/test_limits.py::test_nothing",))
     assert judge(changed, tree).outcome is Outcome.KILLED
     assert judge(mutant("test_nothing"), tree).outcome is Outcome.SURVIVED

@@ -28,7 +28,7 @@ def files_of(checkout: Path) -> list[str]:
 
 
 class Tree:
-    """The copy. One mutant at a time stands in it."""
+    """The copy. It has one mutant at a time."""
 
     def __init__(self, checkout: Path, files: Sequence[str], folder: Path) -> None:
         """folder: a new one, which the copy fills."""
@@ -52,7 +52,7 @@ class Tree:
         return {**{name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}, **own}
 
     def check_imported(self, mutant: Mutant) -> None:
-        """StaleMutant unless a process of this environment imports the mutant's module from the copy."""
+        """Raises StaleMutant unless a process of this environment imports the mutant's module from the copy."""
         module = mutant.module or "tandem"
         file = self.folder / mutant.file if mutant.module else self.folder / "cluster" / "toplevel" / "__init__.py"
         asked = subprocess.run(
@@ -69,7 +69,7 @@ class Tree:
 
     @contextmanager
     def mutated(self, mutant: Mutant) -> Iterator[None]:
-        """The mutant stands in the copy meanwhile. StaleMutant when it does not fit."""
+        """Puts the mutant into the copy meanwhile. StaleMutant when it does not fit."""
         path = self.folder / mutant.file
         original = path.read_text(encoding="utf-8")
         self._write(path, mutant.applied(original))
@@ -80,7 +80,8 @@ class Tree:
 
     @staticmethod
     def _write(path: Path, text: str) -> None:
-        """Python knows compiled modules by size and second, which two writes may share: the compiled one goes."""
+        """Writes the file, and removes its compiled module: Python knows that by size and second, which two writes may
+        share."""
         path.write_text(text, encoding="utf-8")
         if path.suffix == ".py":
             with suppress(FileNotFoundError):

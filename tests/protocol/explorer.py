@@ -27,7 +27,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Explored:
-    """worlds: distinct ones. complete: none that can be reached was left out."""
+    """The result. worlds: distinct ones. complete: every reachable world was visited."""
 
     worlds: int
     complete: bool
@@ -42,8 +42,8 @@ class _Reached:
 
 
 def explore(limits: Limits, shape: Shape, most_worlds: int, begin: tuple[Action, ...] = ()) -> Explored:
-    """Stops at the first finding, or when most_worlds are known. Each world is checked, and that an end is reached from
-    it when nobody calls any more. begin: what has happened before the first world."""
+    """Explores until the first finding, or until most_worlds are known. Checks each world, and that it comes to an end
+    once nobody calls any more. begin: events before the first world."""
     with _no_waiting():
         world = World(limits, shape)
         for action in begin:
@@ -81,8 +81,8 @@ def _digest(snapshot: bytes) -> bytes:
 
 @contextmanager
 def _no_waiting() -> Iterator[None]:
-    """Every step looks at everything, and none waits; what is refused or given up is no news. A world is many objects,
-    so that garbage is looked for after many only."""
+    """Lets every step look at everything, and none wait, and mutes logs of refusals. A world is many objects, so
+    garbage is collected after many worlds only."""
     disabled, threshold = logging.root.manager.disable, gc.get_threshold()
     logging.disable(logging.CRITICAL)
     gc.set_threshold(OBJECTS)

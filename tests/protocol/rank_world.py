@@ -257,7 +257,7 @@ class RankWorld:
     # What must hold
 
     def _check(self) -> None:
-        """Unread calls are whole: a follower's place is never overtaken by a ring's length."""
+        """Checks that unread calls are whole: the ring never overtakes a follower."""
         written = int(self.memory.written[0])
         for rank, follower in zip(self.ranks[1:], self.followers, strict=True):
             if rank.alive and not follower.lost and not 0 <= written - follower._reader._at <= RING_BYTES:
@@ -275,7 +275,7 @@ class RankWorld:
         return rank.alive and not self.followers[rank.number - 1].lost and self._has_message(rank.number)
 
     def come_to_an_end(self) -> None:
-        """All that can happen without a loss does. The program ends, or the leader does, and no follower goes on."""
+        """Runs everything that can happen without a loss. The program or the leader ends, and no follower goes on."""
         self._losses_left = 0
         while (event := next((one for one in self.events() if self._moves(one)), None)) is not None:
             self.act(event)
@@ -296,7 +296,7 @@ class RankWorld:
             self.findings.append("a rank is lost, and the leader goes on")
 
     def _moves(self, event: Event) -> bool:
-        """A poll that is not so yet changes nothing."""
+        """Returns whether the event changes anything. A poll that is not true yet does not."""
         if event[0] != "leader" or self.at not in self.polls:
             return True
         return bool(self._program[self.at]())
@@ -315,7 +315,7 @@ class RankWorld:
 
 @contextmanager
 def rank_world(num_losses: int, kind: type[RankWorld] = RankWorld) -> Iterator[RankWorld]:
-    """One whose waits are its own, and which logs nothing of what is lost there."""
+    """Yields a world whose waits are its own, and which logs no losses."""
     disabled, world = logging.root.manager.disable, kind(num_losses)
     logging.disable(logging.CRITICAL)
     try:

@@ -73,7 +73,7 @@ class Stream:
 
 
 class Fanout:
-    """Hands tokens out, and notes those that are not the next one of their stream."""
+    """Hands tokens out, and notes tokens that are not the next one of their stream."""
 
     def __init__(self, findings: list[str]) -> None:
         self._findings = findings
@@ -234,7 +234,7 @@ class SmallIsland:
         findings: list[str],
         vacant: int | None = None,
     ) -> None:
-        """vacant: the PE whose place nobody has, until replace()."""
+        """vacant: the PE whose place is empty until replace()."""
         self.epochs = [0 if pe == vacant else epoch for pe in (PREFILL, DECODE)]
         self._shape, self._lease_seconds, self._clock, self._findings = shape, lease_seconds, clock, findings
         self.memories = [self._memory(pe) for pe in (PREFILL, DECODE)]
@@ -246,11 +246,11 @@ class SmallIsland:
 
     @property
     def epoch(self) -> int:
-        """The latest."""
+        """The latest epoch."""
         return max(self.epochs)
 
     def replace(self, pe: int) -> None:
-        """A process takes a vacant place, or that of a worker with which the other one has parted."""
+        """Starts a process in a vacant place, or in the place of a worker with which the other one has parted."""
         self.epochs[pe] = self.epoch + 1
         self.memories[pe] = self._memory(pe)
         self.endpoints[pe] = self._endpoint(self.memories[pe])
@@ -299,12 +299,12 @@ class SmallIsland:
         return StepLoop(engine, settings, ends, self._clock)
 
     def start(self, pe: int, request_id: str, reservation: Reservation, stream: Stream) -> None:
-        """StartGenerate."""
+        """Calls StartGenerate."""
         wanted = params(self._shape.max_tokens)
         self.loops[pe].decodes.start(request_id, reservation.reservation_id, wanted, stream)  # type: ignore[arg-type]
 
     def held_for_writers(self, pe: int) -> dict[int, int]:
-        """The token that a writer may write into each page of a worker."""
+        """Returns the token that a writer may write into each page of a worker."""
         reservations, incoming = self.loops[pe].decodes._reservations, self.caches[pe]._receptions.incoming
         held = {}
         for request in (*reservations._requests.values(), *reservations._draining.values()):
@@ -314,7 +314,7 @@ class SmallIsland:
         return held
 
     def is_idle(self, pes: Sequence[int]) -> bool:
-        """Nothing is held, nothing is known, nothing is under way at these workers."""
+        """Returns whether these workers hold nothing, know nothing and have nothing under way."""
         if any(self.devices[pe].launched for pe in pes):
             return False
         free = all(

@@ -1,4 +1,4 @@
-"""A world as bytes: to come back to, and to know it again."""
+"""Stores a world as bytes, to come back to it and to recognize it."""
 
 import copyreg
 import io
@@ -33,7 +33,8 @@ TIMES: dict[str, float] = dict.fromkeys(("arrived", "started", "sampled_at", "pu
 
 
 def save(world: World) -> bytes:
-    """Equal bytes mean equal worlds but for times that were measured and counters, which decide nothing."""
+    """Serializes a world. Equal bytes mean equal worlds, except for measured times and counters, which decide
+    nothing."""
     buffer = io.BytesIO()
     pickler = pickle.Pickler(buffer, protocol=5)
     pickler.dispatch_table = _REDUCERS

@@ -1,4 +1,4 @@
-"""Every world of a few small ones, and that the explorer finds what is wrong once any one protection is taken out."""
+"""Tests every world of a few small ones, and that the explorer finds what goes wrong without any one protection."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -106,7 +106,7 @@ def aborts_do_nothing(patch: pytest.MonkeyPatch) -> None:
 
 
 def any_answer_is_the_answer(patch: pytest.MonkeyPatch) -> None:
-    """The lane's last word is taken for the answer to whatever is asked."""
+    """Takes the lane's last word for the answer to any question."""
     patch.setattr("tandem.transfer.recall._word", lambda recall: 1 << 40 | 7)
     patch.setattr("tandem.transfer.recall._signal", lambda word: Signal(0, 1))
 

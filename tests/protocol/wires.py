@@ -30,7 +30,7 @@ class Post:
 
 @dataclass(eq=False)
 class Mark:
-    """A fence; it is quiet when it comes out at the other end."""
+    """A fence. It is quiet when it comes out at the other end."""
 
     arrived: bool = False
 
@@ -40,7 +40,7 @@ class Mark:
 
 @dataclass(eq=False)
 class Endpoint:
-    """One PE's memory and mailbox, and what is on its way there from the other PE of the island.
+    """One PE's memory and mailbox, and the writes on their way there from the other PE of the island.
 
     In the order of the calls: that writes may overtake each other changes nothing, for all that are under way count as
     landing at any moment.
@@ -51,17 +51,17 @@ class Endpoint:
     incoming: deque[Write | Post | Mark] = field(default_factory=deque)
 
     def cut(self) -> None:
-        """Nothing that is on its way lands any more."""
+        """Drops everything on its way here."""
         self.incoming.clear()
 
     def pass_all(self) -> None:
-        """Whoever waits for a fence towards here waits no more."""
+        """Completes all fences towards here."""
         for item in self.incoming:
             if isinstance(item, Mark):
                 item.arrived = True
 
     def deliver(self) -> None:
-        """The next write or post lands."""
+        """Lands the next write or post."""
         item = self.incoming.popleft()
         if isinstance(item, Write):
             self.memory.tokens[list(item.slots)] = item.tokens
@@ -81,7 +81,7 @@ class Endpoint:
             mark.arrived = True
 
     def written(self) -> list[Write]:
-        """Writes that may still land."""
+        """Returns the writes that may still land."""
         return [item for item in self.incoming if isinstance(item, Write)]
 
 
@@ -101,7 +101,7 @@ class WireTransport(Transport):
         self._other.pass_all()
 
     def reach_endpoint(self, other: Endpoint) -> None:
-        """Stands for offer() and reach()."""
+        """Does the work of offer() and reach()."""
         self._next = other
 
     def admit(self, pe: int) -> None:

@@ -57,7 +57,7 @@ class Limits:
 
 @dataclass(eq=False)
 class Known:
-    """One request, and what its gateway knows of it."""
+    """One request, and what the gateway knows about it."""
 
     request_id: str
     label: int
@@ -295,7 +295,8 @@ class World:
     # What must hold
 
     def _check(self) -> None:
-        """No write may land where it does not belong, in this state or in any that follows without another write."""
+        """Checks that no write may land where it does not belong, in this state or in any that follows without another
+        write."""
         island = self.island
         for pe, endpoint in enumerate(island.endpoints):
             if self.is_away(pe):
@@ -316,7 +317,7 @@ class World:
                 self.findings.append(f"two streams of {known.request_id} have tokens")
 
     def come_to_an_end(self) -> None:
-        """The gateway is gone, the rest goes on: everything must come back."""
+        """Runs on without the gateway: everything must come back."""
         if self.dead:
             self._begin_epoch()
         for stage, do in (("left", self._cut), ("cut", self._part), ("parted", self._welcome)):

@@ -1,4 +1,4 @@
-"""The small worlds that are explored: each has few of everything but what it is about."""
+"""The small worlds to explore. Each has little of everything except its subject."""
 
 from tests.protocol.small_island import DECODE, PREFILL, Shape
 from tests.protocol.world import Limits

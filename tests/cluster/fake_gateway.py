@@ -13,9 +13,10 @@ from tandem.proto import inference_pb2, inference_pb2_grpc
 
 @dataclass
 class FakeGateway(inference_pb2_grpc.InferenceServicer):
-    """Streams one word a message and `stop` at the end; with `fails` set, ends with that status after `words`.
+    """Streams one word a message, and `stop` at the end. With `fails` set it ends with that status after `words`.
 
-    Words of further answers have their index at the end. The first answer ends last."""
+    Words of further answers have their index at the end. The first answer ends last.
+    """
 
     words: tuple[str, ...] = ("one", " two")
     fails: tuple[grpc.StatusCode, str] | None = None
@@ -76,7 +77,7 @@ class FakeGateway(inference_pb2_grpc.InferenceServicer):
 
 @contextmanager
 def serving(gateway: FakeGateway) -> Iterator[str]:
-    """HOST:PORT of the gateway, for as long as the context lasts."""
+    """Yields HOST:PORT of the gateway, for as long as the context lasts."""
     with ThreadPoolExecutor(4) as pool:
         server = grpc.server(pool)
         inference_pb2_grpc.add_InferenceServicer_to_server(gateway, server)

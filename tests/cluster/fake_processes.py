@@ -1,4 +1,4 @@
-"""Processes that are no processes: a test says when they answer, fail and end."""
+"""Fake processes: a test decides when they answer, fail and end."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -25,7 +25,8 @@ def room_of_each(pages: Iterator[int]) -> Callable[[str], Any]:
 
 
 class FakeProcess(ActorProcess):
-    """Answers every call at once, but for wait() and the methods in `silent`; `fails` has what others raise."""
+    """Answers every call at once, except wait() and the methods in `silent`; `fails` has the errors of other
+    methods."""
 
     def __init__(self, name: str, answers: Callable[[str], Any] = no_answer) -> None:
         self.name = name
@@ -101,7 +102,7 @@ class FakeGroup(LocalGroup[FakeProcess]):
 
 @dataclass
 class FakeProcesses(Processes):
-    """fails has, by the name of a process, what its load() raises; answers gives what ANSWERS has not."""
+    """fails: the errors of load(), by the name of a process; answers: further answers, beyond ANSWERS."""
 
     fails: dict[str, Exception] = field(default_factory=dict)
     groups: list[FakeGroup] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""A worker that answers as a test tells it to, for tests of what the gateway does when workers fail."""
+"""A worker that answers as a test tells it, for tests of the gateway when workers fail."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -20,8 +20,8 @@ Say = Callable[[list[int]], int]  # the next token after these
 
 @dataclass
 class FakeWorker(worker_pb2_grpc.WorkerServicer):
-    """Both roles at one address. fails has what happens to the calls to come, by their names; the sequence of a
-    request is its prompt, and `say` gives each next token."""
+    """Both roles at one address. fails: failures of the next calls, by their names. The sequence of a request is its
+    prompt, and `say` gives each next token."""
 
     say: Say
     fails: dict[str, list[str]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The one place that says which adapters there are, and what every gateway process makes of it."""
+"""Tests the book of adapters, and what every gateway process makes of its changes."""
 
 import pickle
 from concurrent.futures import Future

@@ -1,4 +1,4 @@
-"""`tandem batch`: no row is lost or doubled, none goes before live traffic, and what cannot be is named."""
+"""`tandem batch`: no row is lost or doubled, none goes before live traffic, and errors are named."""
 
 import fcntl
 import json
@@ -51,7 +51,7 @@ def write(path: Path, rows: Sequence[Any]) -> Path:
 
 
 def read(path: Path) -> dict[str, dict[str, Any]]:
-    """The results by their ids, each of which stands there once."""
+    """Returns the results by their ids, each of which occurs once."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     found = {one["custom_id"]: one for one in lines}
     assert len(found) == len(lines) == len({one["id"] for one in lines})
@@ -80,7 +80,7 @@ def gateway(model: Path) -> Iterator[OpenGateway]:
 
 @pytest.fixture
 def batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
-    """Runs the command on in.jsonl and out.jsonl. Its exit code, stdout and stderr."""
+    """Runs the command on in.jsonl and out.jsonl. Returns its exit code, stdout and stderr."""
 
     def call(address: str, *options: str) -> Outcome:
         files = str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl")
@@ -180,7 +180,7 @@ def test_a_full_gateway_is_asked_again(model: Path, batch: Callable[..., Outcome
 
 @contextmanager
 def answering(of: Callable[[dict[str, Any]], int]) -> Iterator[str]:
-    """A server of one's own: HOST:PORT. of: the status for a body; with 0 it hangs up."""
+    """Runs a server, and yields its HOST:PORT. of: the status for a body; with 0 it hangs up."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

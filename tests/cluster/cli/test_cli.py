@@ -35,7 +35,7 @@ OTHER_VALUES: dict[str, tuple[tuple[str, ...], object]] = {
 
 @pytest.fixture(autouse=True)
 def _own_runtime_folder(runtime_folder: Path) -> None:
-    """No test sees the user's clusters."""
+    """Keeps the user's clusters out of all tests."""
 
 
 def run(*arguments: str) -> int:
@@ -45,7 +45,7 @@ def run(*arguments: str) -> int:
 
 
 def failed(capsys: Capture, *arguments: str) -> tuple[int, str]:
-    """Exit code and the one line on stderr."""
+    """Returns the exit code and the one line on stderr."""
     code = run(*arguments)
     captured = capsys.readouterr()
     (line,) = captured.err.splitlines()
@@ -80,7 +80,7 @@ def test_help_is_whole_in_80_columns(capsys: Capture, monkeypatch: pytest.Monkey
 
 
 def test_options_are_described_by_sentences() -> None:
-    """A verb first, a full stop last."""
+    """Each begins with a verb and ends with a full stop."""
     group: Any = typer.main.get_command(cli.app)
     commands = {**group.commands, **group.commands["bench"].commands}
     given = {
@@ -217,7 +217,7 @@ class TestGenerate:
         assert request.request_id
 
     def test_options_of_sampling_reach_the_gateway(self) -> None:
-        """All that have the name of a field, each alone."""
+        """All options with a field's name are tried, each alone."""
         names = [name for name in inspect.signature(cli.generate).parameters if name in Sampling.__annotations__]
         assert {*OTHER_VALUES} < {*names}
         gateway = FakeGateway()
@@ -231,7 +231,7 @@ class TestGenerate:
 
     @pytest.mark.parametrize("options", [(), ("--json",)])
     def test_what_the_terminal_cannot_show(self, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]) -> None:
-        """It does not end the output; JSON has it whole."""
+        """Such characters do not end the output; JSON has them whole."""
         written = io.BytesIO()
         monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
         with serving(FakeGateway(words=("caf\u00e9", " \u4f60"))) as address:

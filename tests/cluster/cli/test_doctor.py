@@ -51,7 +51,7 @@ def no_package(name: str) -> str:
 
 @pytest.fixture
 def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Nothing on the PATH, no package, no torch, no /dev/shm, no memory files, an empty home."""
+    """Makes a bare host: nothing on the PATH, no package, no torch, no /dev/shm, no memory files, an empty home."""
     for name in ("PATH", "HOME"):
         monkeypatch.setenv(name, str(tmp_path))
     for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
@@ -118,7 +118,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def answered(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
-    """The exit code, and the JSON that is all of stdout."""
+    """Returns the exit code, and the JSON that is all of stdout."""
     code = run("--json", *words)
     return code, json.loads(capsys.readouterr().out)
 

@@ -47,7 +47,7 @@ GIB = 1 << 30
 
 @pytest.fixture
 def qwen3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkpoint's folder, and an empty folder for what is built."""
+    """Makes a checkpoint's folder, and an empty folder for builds."""
     monkeypatch.setenv("TANDEM_KERNEL_CACHE", str(tmp_path / "kernels"))
     folder = tmp_path / "qwen3"
     folder.mkdir()
@@ -256,7 +256,7 @@ class TestSideBySide:
 
 @pytest.fixture
 def scripts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """Builds are Python scripts; each that starts is noted with its compilers."""
+    """Lists builds, which are Python scripts here; each that starts is noted with its compilers."""
     started: list[tuple[str, int]] = []
     before = builds.start
 

@@ -39,7 +39,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _of_any_host(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """All packages are there, and the limit of files stays."""
+    """Makes a host that has all packages, and whose limit of files stays."""
     monkeypatch.setattr(preflight, "find_spec", lambda package: package)
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     yield
@@ -396,7 +396,7 @@ FULL = replace(H200, used=130 << 30, holders=((os.getpid(), 129 << 30), (1 << 30
 
 
 def weights(model: Path, gib: int, dtype: str = "BF16") -> None:
-    """A file that has a header only: the rest is a hole."""
+    """Writes a file with only a header: the rest is a hole."""
     count, size = (gib << 30) // 2, {"BF16": 2, "F32": 4}[dtype]
     header = json.dumps({"w": {"dtype": dtype, "shape": [count], "data_offsets": [0, size * count]}}).encode()
     with (model / "model.safetensors").open("wb") as file:

@@ -114,7 +114,7 @@ def test_status_codes_are_typed_errors(generate: Generate, code: grpc.StatusCode
 
 
 class FullGateway(FakeGateway):
-    """Refuses the first requests, with an advice when to come again."""
+    """A gateway that refuses the first requests, and advises when to come again."""
 
     refusals = 2
     advice_ms = 10
@@ -139,7 +139,7 @@ def test_what_a_full_gateway_has_not_begun_is_sent_again(generate: Generate) -> 
 
 
 class Leaving(FakeGateway):
-    """Ends the first call as a gRPC server does with one that it had not looked at when it was told to stop."""
+    """A gateway that ends the first call as a stopping gRPC server ends a call that it has not looked at."""
 
     def Generate(
         self, request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
@@ -159,7 +159,7 @@ def test_a_call_that_a_leaving_gateway_has_not_looked_at_is_sent_again(generate:
 
 
 class Dying(FakeGateway):
-    """The connection of its first call breaks behind the first token, which some versions of gRPC call UNKNOWN."""
+    """A gateway whose first connection breaks after the first token, which some versions of gRPC call UNKNOWN."""
 
     def Generate(
         self, request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
@@ -308,7 +308,7 @@ def test_info() -> None:
 
 @both
 def test_a_client_says_who_it_is(generate: Generate) -> None:
-    """Each object by an id of its own, for all its requests."""
+    """Each client object has an id of its own, for all its requests."""
     gateway = FakeGateway()
     with serving(gateway) as address:
         generate(address, "one")

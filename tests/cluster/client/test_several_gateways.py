@@ -21,7 +21,7 @@ GONE = (grpc.StatusCode.UNAVAILABLE, "the cluster ends: it was stopped")
 
 @pytest.fixture
 def nobody() -> str:
-    """An address where nobody listens."""
+    """Returns an address where nobody listens."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return f"127.0.0.1:{listener.getsockname()[1]}"
 

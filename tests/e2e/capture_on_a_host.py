@@ -19,7 +19,7 @@ ETHERNET_BYTES = 14
 
 
 def data_of(frame: bytes) -> tuple[list[str], bytes]:
-    """Sender and receiver, HOST:PORT, and the data of a frame of TCP; nothing for others."""
+    """Returns sender and receiver, HOST:PORT, and the data of a TCP frame; nothing for other frames."""
     ip = frame[ETHERNET_BYTES:]
     if len(ip) < 20 or frame[12:14] != IPV4.to_bytes(2, "big") or ip[9] != TCP:
         return [], b""

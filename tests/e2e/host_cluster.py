@@ -1,4 +1,4 @@
-"""A cluster that `tandem up` runs on network namespaces of this machine, and clients of it on the last one."""
+"""A cluster that `tandem up` runs on network namespaces of this machine, and its clients on the last one."""
 
 import json
 import re
@@ -30,7 +30,7 @@ OVER_HOSTS = {"island.transport": "tcp", "island.span_hosts": "true", "island.ve
 
 
 class Commands:
-    """Commands of `tandem` on the last host, of whatever cluster, one at a time. From any thread."""
+    """Runs commands of `tandem` on the last host, for any cluster, one at a time. From any thread."""
 
     def __init__(self, hosts: Hosts, environment: Mapping[str, str]) -> None:
         command = hosts.command(3, sys.executable, "-m", "tests.e2e.commands_on_a_host")
@@ -40,7 +40,7 @@ class Commands:
         )
 
     def run(self, *arguments: str) -> tuple[int, str, str]:
-        """The exit code, and what it wrote on stdout and stderr. TimeoutError when it takes too long."""
+        """Returns the exit code, and the output on stdout and stderr. TimeoutError when it takes too long."""
         asked, answered = self._process.stdin, self._process.stdout
         assert asked is not None
         assert answered is not None
@@ -51,7 +51,7 @@ class Commands:
             return json.loads(answered.readline())
 
     def close(self) -> None:
-        """Also where a command hangs."""
+        """Ends the process, even if a command hangs."""
         self._process.kill()
         self._process.communicate()
 
@@ -73,7 +73,7 @@ class Cluster:
         return self.addresses[0]
 
     def islands(self) -> dict[str, tuple[str, list[str]]]:
-        """The host of each island, and its workers' addresses."""
+        """Returns the host of each island, and its workers' addresses."""
         return {
             island["name"]: (island["host"], [worker["address"] for worker in island["workers"]])
             for island in self.info()["islands"]
@@ -96,7 +96,8 @@ class Cluster:
         return err
 
     def held(self) -> tuple[int, set[int], int]:
-        """Requests at the gateway; pages that each worker misses; and prompt tokens that all have computed so far."""
+        """Returns the requests at the gateway, the pages that each worker misses, and the prompt tokens that all have
+        computed so far."""
         info = self.info()
         workers = [worker for island in info["islands"] for worker in island["workers"]]
         missing = {worker["num_pages"] - worker["free_pages"] for worker in workers}
@@ -121,7 +122,7 @@ class Cluster:
         return _environment(self.hosts, self.token_file, self.ca)
 
     def gateways(self) -> list[str]:
-        """The hosts whose gateways serve."""
+        """Lists the hosts whose gateways serve."""
         return sorted(gateway["host"] for gateway in self.info()["gateways"] if gateway["pid"])
 
     def done(self, task: str) -> Any:
@@ -130,8 +131,8 @@ class Cluster:
 
     @contextmanager
     def going_on(self, addresses: Sequence[str], task: str = "goes_on") -> Iterator[dict[str, Any]]:
-        """A client of these gateways whose request has begun when the block does. What it says is there after it: a
-        task's own words, or under `each` those of each gateway."""
+        """Runs a client of these gateways, whose request has begun when the block begins. Its results are there after
+        the block: a task's own, or under `each` those of each gateway."""
         command = self.hosts.command(3, *self._several(task, addresses))
         said: dict[str, Any] = {}
         with subprocess.Popen(command, env=self.environment, stdout=subprocess.PIPE, text=True) as client:
@@ -162,7 +163,7 @@ class Cluster:
 
     @contextmanager
     def captured(self, folder: Path, needles: Sequence[bytes]) -> Iterator[dict[str, Any]]:
-        """All that crosses the first host's network inside the block; what was seen is there after it."""
+        """Captures all frames of the first host's network inside the block; the counts are there after it."""
         listed, seen = folder / "needles", {}
         listed.write_text("\n".join(needle.hex() for needle in needles))
         command = self.hosts.command(0, sys.executable, "-m", "tests.e2e.capture_on_a_host", str(listed))
@@ -212,8 +213,8 @@ def _environment(hosts: Hosts, token_file: Path, ca: Path) -> dict[str, str]:
 
 
 def nobody_answers(cluster: Cluster, folder: Path) -> int:
-    """But the gateways and their servers of metrics, and they only over TLS; without a token they serve nobody. By
-    default such a server is on loopback. How many ports beside the workers' do not answer."""
+    """Checks that only the gateways and their servers of metrics answer, over TLS alone; without a token they serve
+    nobody. By default a server of metrics is on loopback. Returns how many ports besides the workers' do not answer."""
     workers = {worker for _, workers in cluster.islands().values() for worker in workers}
     listening = [cluster.hosts.listening(host, OURS) for host in range(3)]
     open_ports = {address for addresses in listening for address in addresses}
@@ -231,7 +232,7 @@ def nobody_answers(cluster: Cluster, folder: Path) -> int:
 
 @contextmanager
 def running(made: Hosts, folder: Path, model: Path, settings: Mapping[str, object]) -> Iterator[Cluster]:
-    """A cluster whose gateway is on the first host. settings: beside those that all have."""
+    """Runs a cluster whose gateway is on the first host. settings: besides those that all have."""
     authority = trustme.CA()
     certificate = authority.issue_cert(*made.addresses)
     paths = {name: folder / name for name in ("ca.pem", "cert.pem", "key.pem", "token")}

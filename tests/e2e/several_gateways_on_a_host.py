@@ -36,7 +36,7 @@ RECEIVED = 5  # messages until the next call resumes the request
 
 
 def _prompt(length: int, seed: int) -> list[int]:
-    """Without tests.support.oracle, whose imports take longer than many a request."""
+    """Makes a prompt without tests.support.oracle, whose imports take longer than many a request."""
     return random.Random(seed).choices(range(3, 199), k=length)
 
 

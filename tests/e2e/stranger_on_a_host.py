@@ -16,7 +16,7 @@ SETTINGS = 4  # the type of a server's first frame
 
 
 def answer(address: str, context: ssl.SSLContext | None, sent: bytes) -> bytes:
-    """The first bytes that come back, none where nothing does."""
+    """Returns the first bytes that come back; none if nothing does."""
     host, port = address.rsplit(":", 1)
     try:
         with socket.create_connection((host, int(port)), SECONDS) as plain:

@@ -28,7 +28,7 @@ PROMPT, OUTPUT = random_prompt(37, 5), 8
 
 @dataclass(frozen=True)
 class Adapted:
-    """A checkpoint, three adapters of it, and what PEFT generates with them."""
+    """A checkpoint, three adapters of it, and their tokens by PEFT."""
 
     model: Path
     root: Path
@@ -38,7 +38,7 @@ class Adapted:
         return self.root / name
 
     def greedy(self, name: str | None, prompt: Sequence[int] = PROMPT, tokens: int = OUTPUT) -> list[int]:
-        """None: of the model itself."""
+        """Generates greedily. name None: the model itself."""
         with merged(self.oracle, None if name is None else self.folder(name)) as one:
             return greedy(one, prompt, tokens)
 
@@ -64,7 +64,7 @@ def folders(adapted: Adapted, *names: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def island(adapted: Adapted) -> Iterator[Island]:
-    """All three are there from the start, two of them at a time on a device."""
+    """All three are loaded from the start; two at a time are on a device."""
     with running_island(adapted.model, adapted.settings(**folders(adapted, *NAMES)) | {"gateway.http_port": 0}) as one:
         yield one
 
@@ -131,7 +131,7 @@ def test_models_and_the_cluster_tell_of_them(island: Island, adapted: Adapted) -
 
 
 def test_idle_workers_report_what_they_hold(island: Island, adapted: Adapted) -> None:
-    """So that gateway processes which have not asked for it know."""
+    """So gateway processes that have not asked for it know it."""
 
     def reported(digest: bytes) -> list[bool]:
         links = island.gateway._islands.links().values()

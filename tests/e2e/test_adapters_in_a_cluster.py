@@ -48,7 +48,7 @@ class Served:
         return [worker for island in info(self.address).islands for worker in island.workers if worker.alive]
 
     def held(self) -> list[set[str]]:
-        """The names of each worker's adapters."""
+        """Returns the names of each worker's adapters."""
         return [{one.name for one in worker.adapters} for worker in self.workers]
 
 

@@ -1,4 +1,4 @@
-"""Adaptive roles through the gateway: who computes a prompt, who decodes it, and where it moves changes no token."""
+"""Adaptive roles through the gateway: no choice of workers, and no move, changes a token."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -54,7 +54,7 @@ CHOICES: dict[str, Choose] = {
 
 @contextmanager
 def choosing(island: Island, choose: Choose) -> Iterator[None]:
-    """The gateway takes these pairs first, and those of its policy where the first has no room."""
+    """Makes the gateway take these pairs first, and the policy's pairs if these have no room."""
     islands = island.gateway._islands
     before = islands._policy
 
@@ -88,7 +88,7 @@ def expected(folder: Path) -> list[list[int]]:
 
 @pytest.mark.gate("qwen3", "gemma3")
 def test_tokens_equal_transformers_whoever_serves(folder: Path, expected: list[list[int]]) -> None:
-    """Twice, so that the second time prefixes are found where they happen to lie."""
+    """All prompts come twice, so that the second time prefixes are found on any worker."""
     with adaptive_island(folder) as island:
         for choose in CHOICES.values():
             with choosing(island, choose):
@@ -100,7 +100,7 @@ def test_tokens_equal_transformers_whoever_serves(folder: Path, expected: list[l
 @pytest.mark.gate("qwen3-*", "gemma3-one worker")
 @pytest.mark.parametrize("num_prefill", [0, 1], ids=["one worker", "1P1D"])
 def test_colocated_workers_serve_their_own_requests(folder: Path, expected: list[list[int]], num_prefill: int) -> None:
-    """Twice, so that the second time prefixes are found."""
+    """All prompts come twice, so that the second time prefixes are found."""
     with adaptive_island(folder, **{"scheduler.roles": "colocated", "island.num_prefill": num_prefill}) as island:
         assert len(island.workers) == num_prefill + 1
         for _ in range(2):
@@ -116,7 +116,7 @@ def rerun(compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 @pytest.fixture
 def in_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps overlap, and steps and prompts are in graph buffers, as on a GPU."""
+    """Makes steps overlap, with steps and prompts in graph buffers, as on a GPU."""
     for name in ("capture_steps", "capture_prompts", "capture_steps_with_prompts"):
         capture = getattr(ModelRunner, name)
         monkeypatch.setattr(
@@ -141,7 +141,7 @@ def test_steps_with_prompts_in_graphs_give_the_same_tokens(family: str, tmp_path
 @pytest.mark.gate("qwen3")
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "deepseek_v3"])
 def test_requests_slide_whoever_serves(family: str, tmp_path: Path) -> None:
-    """Also behind a prompt of which the worker that decodes has a prefix; none moves."""
+    """A prompt may begin with a prefix that the decoding worker has; no request moves."""
     folder, sliding, prompts = save_checkpoint(family, tmp_path), {"window": 30, "sinks": 4}, PROMPTS[:5]
     oracle = load_oracle(folder)
     expected = [slide_greedily(oracle, prompt, 60, **sliding) for prompt in prompts]
@@ -180,7 +180,7 @@ def test_a_lone_token_log_probabilities_and_stops(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def long_answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
-    """A checkpoint, and its answers of 120 tokens to some prompts."""
+    """Makes a checkpoint, and its answers of 120 tokens to some prompts."""
     folder = save_checkpoint("qwen3", tmp_path_factory.mktemp("qwen3"))
     oracle = load_oracle(folder)
     return folder, [greedy(oracle, prompt, 120) for prompt in PROMPTS[:6]]
@@ -191,7 +191,7 @@ def long_answers(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[l
 def test_requests_that_move_lose_no_token(
     long_answers: tuple[Path, list[list[int]]], sharing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Back and forth, from wherever they are decoded, while others are."""
+    """Requests move back and forth, from wherever they are decoded, while others are."""
     folder, expected = long_answers
     prompts, num_tokens = PROMPTS[: len(expected)], len(expected[0])
     move_back_and_forth(len(prompts), monkeypatch)

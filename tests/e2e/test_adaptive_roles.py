@@ -1,4 +1,4 @@
-"""Adaptive roles through the gRPC server: whoever computes a prompt, tokens are those of transformers."""
+"""Adaptive roles through the gRPC server: tokens equal transformers', whichever worker computes the prompt."""
 
 from pathlib import Path
 

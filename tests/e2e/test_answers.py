@@ -33,7 +33,7 @@ def island(small_model: Path) -> Iterator[Island]:
 
 
 def by_index(updates: list[GenerateUpdate]) -> list[list[GenerateUpdate]]:
-    """The updates of each answer. Each ends once, and the last of all has usage."""
+    """Returns the updates of each answer. Each ends once, and the last update of all has usage."""
     answers: defaultdict[int, list[GenerateUpdate]] = defaultdict(list)
     for update in updates:
         answers[update.index].append(update)
@@ -55,7 +55,7 @@ def singles(island: Island, prompt: list[int] | str, count: int, **sampling: Any
 
 
 def computed(island: Island) -> int:
-    """Prompt tokens so far."""
+    """Returns the prompt tokens computed so far."""
     with island.client() as client:
         workers = [worker for one in client.cluster_info().islands for worker in one.workers]
     return sum(worker.counters.prompt_tokens for worker in workers)

@@ -55,7 +55,7 @@ def cluster(model: Path, settings: dict[str, object]) -> Iterator[Client]:
 
 @contextmanager
 def load(client: Client, prompt: list[int], wanted: list[int], clients: int) -> Iterator[list[int]]:
-    """Clients that ask again and again; each answer is the right one. How many there were is there behind it."""
+    """Runs clients that ask again and again, and checks each answer. Afterwards the list has the number of answers."""
     enough, counts = Event(), list[int]()
 
     def send() -> None:
@@ -90,7 +90,7 @@ def decode_workers(client: Client) -> list[inference_pb2.WorkerInfo]:
 
 
 def shapes(client: Client) -> list[tuple[int, int]]:
-    """Prefill and decode workers of each island."""
+    """Returns the prefill and decode workers of each island."""
     roles = [[worker.role for worker in island.workers] for island in client.cluster_info().islands]
     return [(one.count(inference_pb2.ROLE_PREFILL), one.count(inference_pb2.ROLE_DECODE)) for one in roles]
 
@@ -111,7 +111,7 @@ def test_load_brings_an_island_and_quiet_ends_it(small_model: Path, capsys: pyte
 
 @pytest.mark.long
 def test_waiting_requests_bring_an_island_a_decode_worker_that_goes_when_none_waits(small_model: Path) -> None:
-    """Requests are under way at both changes, and have no time to end before them."""
+    """Requests are under way at both changes, and are given no time to end."""
     prompt = random_prompt(12, 2)
     wanted = greedy(load_oracle(small_model), prompt, LONG_OUTPUT)
     with cluster(small_model, ROLES) as client:

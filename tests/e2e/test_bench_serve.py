@@ -62,7 +62,7 @@ def test_both_targets_are_sent_the_same(island: Island, capsys: Capture) -> None
 @pytest.mark.gate("grpc")
 @pytest.mark.parametrize("kind", ["grpc", "url"])
 def test_chats_send_what_was_answered(island: Island, capsys: Capture, kind: str) -> None:
-    """Else the pages of a history would not be found again."""
+    """Otherwise the pages of a history would not be found again."""
     chats = [*QUICK, "--turns", "4", "--prefix", "32", "--prompt-tokens", "fixed:16", "--output-tokens", "fixed:9"]
     (run,) = results(capsys, *address(island, kind), *chats, "--seed", {"grpc": "11", "url": "12"}[kind])["runs"]
     assert (run["completed"], run["num_prompts"], run["failed"]) == (20, 20, 0)

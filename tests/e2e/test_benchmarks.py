@@ -1,4 +1,4 @@
-"""The benchmarks' own measuring, on a small island: what they call local, pushed, and served is what it says."""
+"""Tests the benchmarks' measuring on a small island: local, pushed and served mean what they claim."""
 
 import json
 import subprocess

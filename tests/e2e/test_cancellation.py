@@ -47,7 +47,7 @@ class Scene:
 
     @property
     def active(self) -> int:
-        """Requests at the gateway; needs no worker's answer."""
+        """Counts the requests at the gateway. It needs no worker's answer."""
         return self.island.gateway._requests.running
 
     @property
@@ -60,7 +60,7 @@ class Scene:
 
     @contextmanager
     def stopped(self, pe: int) -> Iterator[None]:
-        """The worker's step thread stands still inside the block; calls to it wait."""
+        """Stops the worker's step thread inside the block; calls to it wait."""
         entered, resume = threading.Event(), threading.Event()
         thread = self.worker(pe)._step_thread
         assert thread is not None

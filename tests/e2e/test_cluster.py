@@ -1,4 +1,4 @@
-"""The cluster as Ray runs it: every worker a process, every call through gRPC."""
+"""A cluster under Ray: every worker is a process, and every call goes through gRPC."""
 
 import asyncio
 import os
@@ -27,7 +27,7 @@ VOCABULARY = 512
 
 @pytest.fixture(scope="module")
 def terminations() -> Iterator[list[int]]:
-    """The SIGTERMs that have come."""
+    """Records the SIGTERMs that have come."""
     came: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, frame: came.append(number))
     yield came
@@ -36,7 +36,7 @@ def terminations() -> Iterator[list[int]]:
 
 @pytest.fixture(scope="module")
 def cluster(small_model: Path, terminations: list[int]) -> Iterator[Cluster]:
-    """Two decode and two prefill processes."""
+    """Runs a cluster of two decode and two prefill processes."""
     overrides = {
         "name": f"test-{os.getpid()}",
         "model.path": str(small_model),
@@ -60,7 +60,7 @@ def workers(address: str) -> list[inference_pb2.WorkerInfo]:
 
 
 def assert_idle(address: str, seconds: float = 10.0) -> list[inference_pb2.WorkerInfo]:
-    """Every page of every worker free, nothing running, waiting or draining, within `seconds`."""
+    """Checks that every page of every worker is free, and nothing runs, waits or drains, within `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
         infos = workers(address)
@@ -164,7 +164,7 @@ def test_model_info(cluster: Cluster) -> None:
 
 
 def test_two_hundred_requests_a_third_cancelled(cluster: Cluster, small_model: Path) -> None:
-    """Pages come back, whoever goes away when; those beside get their tokens; memory stays flat."""
+    """Pages come back after every cancel, the other requests get their tokens, and memory stays flat."""
     rng = random.Random(0)
     checked = [random_prompt(rng.randrange(1, 180), seed, VOCABULARY) for seed in range(6)]
     expected = greedy_all(load_oracle(small_model), checked, 20)

@@ -25,7 +25,7 @@ OVERRIDES: dict[str, Any] = {
 
 
 def test_streams_end_with_words(small_model: Path) -> None:
-    """Over gRPC with UNAVAILABLE, over HTTP with an error event and without [DONE]."""
+    """Streams over gRPC end with UNAVAILABLE, over HTTP with an error event and without [DONE]."""
     cluster = Cluster(load_config(None, {"model.path": str(small_model), **OVERRIDES}), LocalProcesses())
     address = cluster.start()
     try:

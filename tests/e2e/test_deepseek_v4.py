@@ -1,4 +1,4 @@
-"""DeepSeek-V4 by the names and fields that are published, and what of a checkpoint is refused by name."""
+"""DeepSeek-V4 with published names and fields, and checkpoints that are refused by name."""
 
 import json
 from pathlib import Path
@@ -33,14 +33,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 def rewrite(folder: Path, changes: dict[str, Any]) -> None:
-    """Fields of config.json become these; None: they are left out."""
+    """Rewrites fields of config.json; None removes a field."""
     path = folder / "config.json"
     fields = {**json.loads(path.read_text()), **changes}
     path.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
 
 
 def publish(folder: Path) -> None:
-    """Gives tensors the names that are published, and adds one of a layer that is not served."""
+    """Gives tensors the published names, and adds a tensor of a layer that is not served."""
     path, named = folder / "model.safetensors", {}
     for name, tensor in load_file(path).items():
         name = name.removeprefix("model.").replace("hc_head.hc_", "hc_head_").replace("embed_tokens", "embed")

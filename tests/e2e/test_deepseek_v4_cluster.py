@@ -1,4 +1,4 @@
-"""DeepSeek-V4 in a cluster of processes: both doors, seeds, drafts, prefixes under pressure, workers that die."""
+"""DeepSeek-V4 in a cluster of processes: gRPC and HTTP, seeds, drafts, prefixes under pressure, workers that die."""
 
 import os
 import signal
@@ -45,7 +45,7 @@ SETTINGS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Served:
-    """address, http: HOST:PORT."""
+    """The served cluster. address, http: HOST:PORT."""
 
     address: str
     http: str
@@ -61,7 +61,7 @@ class Served:
         return island.epoch == epoch and len(island.workers) == 2
 
     def cached(self, prompt: list[int]) -> int:
-        """Positions of the prompt that were found, of a request for one token."""
+        """Returns the cached positions of the prompt, by a request for one token."""
         usage = complete(self.address, prompt, max_tokens=1, **GREEDY)[-1].usage
         assert usage is not None
         return usage.cached_tokens
@@ -82,19 +82,19 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 
 
 def over_http(served: Served, prompt: list[int], **sampling: Any) -> list[int]:
-    """The tokens of a stream."""
+    """Returns the tokens of a stream."""
     body = {"prompt": prompt, "return_token_ids": True, **sampling}
     found = chunks(served.http, COMPLETIONS, **body)
     return [token for chunk in found for choice in chunk["choices"] for token in choice["token_ids"]]
 
 
 def repeating(seed: int) -> list[int]:
-    """A prompt in which prompt lookup finds drafts."""
+    """Makes a prompt in which prompt lookup finds drafts."""
     return random_prompt(9, seed, VOCABULARY) * 4
 
 
 def test_both_doors_give_the_tokens_of_transformers(served: Served) -> None:
-    """Within an entry, around one of 4 and of 128 positions, and with drafts."""
+    """Prompts end within an entry, around one of 4 and of 128 positions, and have drafts."""
     prompts = [random_prompt(length, length, VOCABULARY) for length in (3, BORDER - 1, BORDER + 5)] + [repeating(1)]
     expected = greedy_all(served.oracle, prompts, OUTPUT)
     updates = complete_all_updates(served.address, prompts, max_tokens=OUTPUT, **GREEDY)
@@ -119,7 +119,7 @@ def test_a_seed_gives_the_same_tokens_twice_through_both_doors(served: Served) -
 
 @pytest.mark.long
 def test_prefixes_are_evicted_under_pressure_and_computed_again(served: Served) -> None:
-    """48 pages of 16 positions hold few prompts of this length. What is found again gives the same tokens."""
+    """48 pages of 16 positions hold few prompts of this length. A found prefix gives the same tokens."""
     prompt = random_prompt(2 * BORDER + 3, 40, VOCABULARY)
     expected = greedy(served.oracle, prompt, OUTPUT)
     assert served.cached(prompt) == 0
@@ -135,7 +135,7 @@ def test_prefixes_are_evicted_under_pressure_and_computed_again(served: Served) 
 @pytest.mark.gate("decode")
 @pytest.mark.parametrize("lost", [0, 1], ids=["prefill", "decode"])
 def test_a_worker_dies_and_no_token_is_lost(served: Served, lost: int) -> None:
-    """The island forms again; what the client has is computed again as a prompt, whose entries end elsewhere."""
+    """The island forms again. The client's tokens are computed again as a prompt, whose entries end elsewhere."""
     prompt, count = random_prompt(BORDER - 30, 7 + lost, VOCABULARY), BORDER + 40
     expected = greedy(served.oracle, prompt, count)
     island, updates = served.island(), []

@@ -42,12 +42,13 @@ KILLS = 6
 
 @pytest.fixture(autouse=True)
 def _every_hit_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that is busy may measure any rate."""
+    """Uses every hit: a busy machine may measure any rate."""
     monkeypatch.setattr(PageCopies, "rate", 0.0)
 
 
 def few(tmp_path: Path, **more: Any) -> dict[str, Any]:
-    """Pages for one prompt of PROMPTS and its output, host memory for little more, and a disk for all of them."""
+    """Returns settings with pages for one prompt of PROMPTS and its output, host memory for little more, and a disk for
+    all."""
     settings = {"cache.num_pages": 20, "cache.host_bytes": 100_000, "cache.verify_host": True}
     return settings | {"cache.disk_path": str(tmp_path / "disk"), "cache.disk_bytes": 8 << 20} | more
 
@@ -62,7 +63,7 @@ def disks(island: Island) -> list[DiskPages]:
 
 
 def settle(island: Island) -> None:
-    """All that host memory has is on the disk."""
+    """Waits until everything in host memory is on the disk."""
     until(lambda: is_idle(island))
     for worker, disk in zip(island.workers, disks(island), strict=True):
         worker.on_step_thread(worker.cache.tend)
@@ -142,7 +143,7 @@ def test_what_takes_longer_to_read_than_to_compute_is_computed(tmp_path: Path, m
 @pytest.mark.gate("2-1")
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), (2, 2)])
 def test_ranks_read_their_parts(prefill: int, decode: int, tmp_path: Path) -> None:
-    """A page that one rank's disk has lost is computed again on all of them."""
+    """All ranks compute a page again that one rank's disk has lost."""
     folder = save_checkpoint("llama", tmp_path / "model")
     oracle = load_oracle(folder)
     shape = {"island.prefill_ranks": prefill, "island.decode_ranks": decode}
@@ -172,7 +173,7 @@ def test_ranks_read_their_parts(prefill: int, decode: int, tmp_path: Path) -> No
     "case", ["qwen3", "gemma3", "deepseek_v3", "deepseek_v4", "gpt_oss", "qwen3_next", "llama4", "nemotron_h", "fp8"]
 )
 def test_storms_of_every_kind_of_state(case: str, roles: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside one another, with requests that move, and again in the island that comes after."""
+    """Prompts run at the same time, with requests that move, and again in the next island."""
     if roles == "adaptive":
         move_back_and_forth(2, monkeypatch)
     folder = save_checkpoint("llama" if case == "fp8" else case, tmp_path / "model")
@@ -227,7 +228,7 @@ def workers_at(address: str) -> list[inference_pb2.WorkerInfo]:
 
 @pytest.mark.long
 def test_prefixes_survive_kills_of_their_workers(small_model: Path, tmp_path: Path) -> None:
-    """While they are written and read, and tokens stay those of transformers."""
+    """Workers are killed while prefixes are written and read, and tokens stay those of transformers."""
     random = Random(1)
     prompts = [random_prompt(random.randint(60, 120), number, VOCABULARY) for number in range(12)]
     expected = greedy_all(load_oracle(small_model), prompts, OUTPUT)

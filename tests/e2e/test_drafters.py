@@ -1,4 +1,5 @@
-"""Each drafter changes no output: when workers die and requests move, beside cancels, and when it errs or breaks.
+"""Each drafter changes no output: when workers die and requests move, with cancelled requests, and when it errs or
+breaks.
 
 Its drafts are right most of the time. A cluster of processes for each drafter, and one island in this process.
 """
@@ -56,7 +57,7 @@ class Drafted:
     outputs: dict[str, list[list[int]]] = field(default_factory=dict)
 
     def due(self, sampling: dict[str, Any]) -> list[list[int]]:
-        """The outputs for PROMPTS without speculation."""
+        """Returns the outputs for PROMPTS without speculation."""
         name = repr(sampling)
         if name not in self.outputs:
             self.outputs[name] = complete_all(self.plain.address, PROMPTS, max_tokens=NUM_TOKENS, **sampling)
@@ -75,7 +76,7 @@ KINDS: dict[str, tuple[str, Make, Callable[[Path, Path], Path] | None]] = {
     "eagle3": ("eagle3", make_llama, make_head),
     "states": ("mtp", partial(make_mtp, arch="qwen3_next"), None),
 }
-"""speculation.method, what makes the model, and what makes its drafter's checkpoint."""
+"""The method of speculation, and makers of the model and of its drafter's checkpoint."""
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -119,7 +120,7 @@ def workers(address: str) -> list[inference_pb2.WorkerInfo]:
 
 
 def whole(address: str) -> bool:
-    """Both islands serve, and all their pages are free."""
+    """Returns whether both islands serve, and all their pages are free."""
     there = workers(address)
     return len(there) == 4 and all(one.free_pages == one.num_pages for one in there)
 
@@ -196,7 +197,7 @@ def test_each_feature_is_as_without_speculation(drafted: Drafted, served: str, f
 @pytest.mark.gate("draft_model-stop", "eagle3-stop_token_ids")
 @pytest.mark.parametrize("kind", ["stop", "stop_token_ids"])
 def test_a_stop_within_an_accepted_draft_ends_the_answer(drafted: Drafted, served: str, kind: str) -> None:
-    """Wherever it is: each token behind the fifth, whose text is new, is the end of one answer."""
+    """The stop may be anywhere: each token after the fifth, whose text is new, ends one answer."""
     body: dict[str, Any] = {"prompt": PROMPTS[1], "max_tokens": 60, "return_token_ids": True, **DRAWN}
     tokens = drafted.due(DRAWN)[1]
     http, saved = info(served).http_address, 0
@@ -219,7 +220,7 @@ def test_a_stop_within_an_accepted_draft_ends_the_answer(drafted: Drafted, serve
 
 @pytest.mark.gate("mtp")
 def test_requests_that_move_lose_no_token(drafted: Drafted, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Back and forth between both workers, with the drafter's KV."""
+    """They move back and forth between both workers, with the drafter's KV."""
     looks = itertools.count()
 
     def all_move(loads: Sequence[WorkerLoad], token_seconds: float) -> list[Move]:
@@ -246,7 +247,7 @@ def test_requests_that_move_lose_no_token(drafted: Drafted, monkeypatch: pytest.
 
 
 class Steered(ModelDrafter):
-    """Drafts as the model does, and hands on what the target will say, moved by `off`."""
+    """Drafts as the model does, and hands on the target's next tokens, moved by `off`."""
 
     known: Sequence[Sequence[int]] = ()
     off = 0

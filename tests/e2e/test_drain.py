@@ -1,4 +1,4 @@
-"""A cluster that is told to stop serves on for a while, and says that it is not ready."""
+"""A cluster that is told to stop serves for a while longer, and reports that it is not ready."""
 
 import threading
 from pathlib import Path

@@ -55,7 +55,7 @@ def served(small_model: Path, request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def expected(small_model: Path) -> list[tuple[list[int], list[int]]]:
-    """Prompts, and what transformers makes of them."""
+    """Returns prompts, and their tokens by transformers."""
     prompts = [random_prompt(20 + 31 * number, number, VOCABULARY) for number in range(STREAMS)]
     return list(zip(prompts, greedy_all(load_oracle(small_model), prompts, NUM_TOKENS), strict=True))
 
@@ -71,7 +71,7 @@ def pids(address: str) -> list[int]:
 
 
 def whole(address: str, count: int = 4) -> bool:
-    """All workers serve, nothing is under way, and all their pages are free."""
+    """Returns whether all workers serve, nothing is under way, and all their pages are free."""
     known = workers(address)
     idle = [one.alive and one.free_pages == one.num_pages and not one.running and not one.waiting for one in known]
     return len(known) == count and all(idle)
@@ -120,7 +120,7 @@ class Streams:
 
 
 def kill(address: str, *pes: int) -> list[int]:
-    """Kills workers; the pids of all before."""
+    """Kills workers. Returns the pids of all before."""
     before = pids(address)
     for pe in pes:
         os.kill(before[pe], signal.SIGKILL)
@@ -128,7 +128,7 @@ def kill(address: str, *pes: int) -> list[int]:
 
 
 def check_replaced(address: str, before: list[int], *pes: int) -> None:
-    """These workers are other processes now, the others the same, and no page has leaked."""
+    """Checks that these workers are other processes now, the others the same, and no page has leaked."""
     until(lambda: whole(address) and all(pids(address)[pe] != before[pe] for pe in pes))
     now = pids(address)
     assert [pe for pe in range(4) if now[pe] != before[pe]] == sorted(pes)
@@ -216,7 +216,7 @@ def scale(address: str, prefill: int, decode: int) -> int:
 def test_workers_leave_and_join_and_no_stream_is_placed_again(
     served: str, expected: list[tuple[list[int], list[int]]]
 ) -> None:
-    """Two leave that have streams, and have no time to end them; then two join."""
+    """Two workers with streams leave, and have no time to end them; then two join."""
     for _ in range(3):  # on a busy machine streams may end before their workers hear that they leave
         until(lambda: whole(served))
         before = pids(served)

@@ -51,7 +51,7 @@ def served(small_model: Path, request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def ranks(address: str) -> dict[int, list[int]]:
-    """The pids of each worker's ranks, by its PE."""
+    """Returns the pids of each worker's ranks, by its PE."""
     return {worker.pe: [rank.pid for rank in worker.ranks] or [worker.pid] for worker in workers(address)}
 
 
@@ -86,7 +86,7 @@ def test_any_rank_of_a_worker_dies_and_only_that_worker_is_replaced(
 def test_workers_leave_and_join_and_no_stream_is_placed_again(
     served: str, expected: list[tuple[list[int], list[int]]]
 ) -> None:
-    """One leaves that has streams, and has no time to end them. Then a worker of each role joins."""
+    """A worker with streams leaves, and has no time to end them. Then a worker of each role joins."""
     until(lambda: whole(served, 3))
     before = ranks(served)
     streams = Streams(served, expected)
@@ -110,7 +110,7 @@ def test_workers_leave_and_join_and_no_stream_is_placed_again(
 
 @pytest.mark.long
 def test_a_role_that_grows_while_the_other_shrinks(served: str, expected: list[tuple[list[int], list[int]]]) -> None:
-    """Workers of like ranks change their roles; where they are unlike, others join."""
+    """Workers with equal numbers of ranks change their roles; if the numbers differ, others join."""
     until(lambda: whole(served, 3))
     sizes = {worker.role: len(worker.ranks) for worker in workers(served)}
     alike = len(set(sizes.values())) == 1

@@ -23,7 +23,7 @@ ROUNDS = 6
 
 @pytest.mark.parametrize("transport", ["shared_memory", "tcp"])
 def test_killed_workers_lose_no_embedding(transport: str, tmp_path: Path) -> None:
-    """An island goes with its worker over shared memory; over TCP its worker is replaced alone."""
+    """Over shared memory an island is lost with its worker; over TCP its worker is replaced alone."""
     folder = save_embedding_model(tmp_path)
     inputs = [random_prompt(300, seed=number, vocab_size=300) for number in range(12)]
     expected = EmbeddingOracle(folder).embed(inputs)

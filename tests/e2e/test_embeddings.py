@@ -1,4 +1,4 @@
-"""Embeddings through HTTP and gRPC: those of transformers, to 1e-5, however they are computed."""
+"""Embeddings through HTTP and gRPC: they equal transformers' to 1e-5, however they are computed."""
 
 import asyncio
 import base64
@@ -72,7 +72,7 @@ def same(found: Floats, expected: Floats) -> None:
 
 
 def test_batches_of_unlike_lengths_over_both_protocols(island: Island, oracle: EmbeddingOracle) -> None:
-    """The second time prefixes lie there."""
+    """The second time workers have the prefixes."""
     for inputs in (TEXTS, IDS, TEXTS[:1], IDS[:1]):
         expected = oracle.embed(inputs)
         for _ in range(2):
@@ -100,8 +100,8 @@ def test_models_that_are_stored_without_a_head(tied: bool, tmp_path: Path) -> No
     "family", ["qwen3", "gemma3", "llama", "gpt_oss", "deepseek_v3", "qwen3_moe", "qwen3_next", "nemotron_h", "llama4"]
 )
 def test_families_however_a_prompt_is_cut(family: str, tmp_path: Path) -> None:
-    """Without files for sentence-transformers: the last token's hidden state, of length 1. The second time prefixes
-    lie there, and streams run beside."""
+    """Without files for sentence-transformers an embedding is the last token's hidden state, of length 1. The second
+    time workers have the prefixes, and streams run at the same time."""
     folder = save_checkpoint(family, tmp_path)
     oracle: Any = load_oracle(folder)
     inputs = [random_prompt(length, seed=length) for length in (1, 2, 41, 90, 200)]
@@ -121,7 +121,7 @@ def test_families_however_a_prompt_is_cut(family: str, tmp_path: Path) -> None:
 
 
 def test_means_compute_all_tokens(tmp_path: Path) -> None:
-    """Prefixes lie there from the first time on, and are not taken: their hidden states are not kept."""
+    """Workers have prefixes from the first time on, but do not use them: their hidden states are not kept."""
     folder = save_embedding_model(tmp_path, pooling="mean", normalizes=False)
     oracle = EmbeddingOracle(folder)
     with running_island(folder, SETTINGS) as island, island.client() as client:
@@ -177,7 +177,7 @@ def test_long_inputs_are_cut_as_asked(island: Island, oracle: EmbeddingOracle) -
 
 @pytest.mark.long
 def test_many_inputs_of_several_clients(island: Island, oracle: EmbeddingOracle) -> None:
-    """More than one call of a worker has, over both workers' protocols."""
+    """They are more inputs than a worker's call takes, over both workers' protocols."""
     inputs = [random_prompt(1 + number % 23, seed=number, vocab_size=300) for number in range(300)]
     expected = oracle.embed(inputs)
 
@@ -194,7 +194,7 @@ def test_many_inputs_of_several_clients(island: Island, oracle: EmbeddingOracle)
 @pytest.mark.long
 @pytest.mark.parametrize("method", ["mtp", "ngram"])
 def test_beside_drafts(method: str, tmp_path: Path) -> None:
-    """A head keeps its own layer's KV of prompts that are read, which lie there as prefixes for others."""
+    """A head keeps its own layer's KV of prompts that are read, which become prefixes for others."""
     folder = make_mtp(tmp_path) if method == "mtp" else make_llama(tmp_path)
     oracle: Any = load_oracle(folder)
     inputs = [random_prompt(length, seed=length) for length in (3, 40, 90)]
@@ -264,7 +264,7 @@ def is_idle(island: Island) -> bool:
 
 
 def test_clients_that_leave_stop_the_work(folder: Path, oracle: EmbeddingOracle) -> None:
-    """While prompts wait in the gateway and at the worker, and while they are computed."""
+    """Clients leave while prompts wait in the gateway and at the worker, and while they are computed."""
     inputs = [random_prompt(400, seed=number, vocab_size=300) for number in range(60)]
     settings = {"cache.prefix_sharing": False, "scheduler.max_batch_tokens": 16}
     with running_island(folder, SETTINGS | settings) as island:
@@ -293,7 +293,7 @@ def test_clients_that_leave_stop_the_work(folder: Path, oracle: EmbeddingOracle)
 
 
 def test_prompts_of_streams_keep_nobody_out(island: Island, oracle: EmbeddingOracle) -> None:
-    """However many tokens of them wait at the worker: it takes turns, and not the gateway."""
+    """However many of their tokens wait at the worker: there they take turns, and not in the gateway."""
     links = [link for link in island.gateway._islands.links().values() if link.role == "prefill"]
     for link in links:
         link.expect_prompt("a long prompt of another request", 1 << 20)

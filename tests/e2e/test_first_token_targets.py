@@ -1,4 +1,4 @@
-"""Short prompts with a target for their first token, beside a long one that came before them, through both servers."""
+"""Short prompts with a target for their first token, and a long prompt that came before them, through both servers."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -49,7 +49,7 @@ def over_http(island: Island, prompt: list[int], **options: Any) -> First:
 
 @contextmanager
 def held(island: Island, prompts: int) -> Iterator[None]:
-    """The worker that computes prompts stands still from the first chunk of one on, until so many are there."""
+    """Stops the worker that computes prompts at a prompt's first chunk, until so many prompts are there."""
     loop = island.workers[0]._loop
     assert loop is not None
     scheduler = loop.scheduler
@@ -90,7 +90,7 @@ def island(request: pytest.FixtureRequest, folder: Path) -> Iterator[Island]:
 
 
 def ask_all(island: Island, target: dict[str, float]) -> list[First]:
-    """The long prompt is under way when the short ones come, by turns over gRPC and HTTP. target: of these."""
+    """Asks for the long prompt, and then for the short ones, by turns over gRPC and HTTP. target: of the short ones."""
     scheduler = island.workers[0]._loop.scheduler  # type: ignore[union-attr]
     with held(island, 1 + len(SHORT)), ThreadPoolExecutor(1 + len(SHORT)) as pool:
         asked = [pool.submit(over_grpc, island, LONG)]

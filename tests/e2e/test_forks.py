@@ -1,4 +1,4 @@
-"""Requests that begin with the first tokens of one that runs: tokens are those of the same prompt sent as token ids."""
+"""Requests that begin with the first tokens of a running one: tokens equal those of the same prompt as token ids."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +25,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @contextmanager
 def parent_of(client: Client, least: int, **options: Any) -> Iterator[list[int]]:
-    """A request that has `least` output tokens or more, and goes on for long; its tokens so far."""
+    """Runs a request that has at least `least` output tokens, and goes on for long. Yields its tokens so far."""
     tokens, sampling = list[int](), {"max_tokens": 1500, **GREEDY, **options}
     updates = client.generate(PROMPT, request_id="parent", timeout=60, **sampling)
     for one in updates:

@@ -31,14 +31,14 @@ NAMES = ("self_attn.{}_scale", "self_attn.attn.{}_scale", "self_attn.{0}_proj.{0
 
 
 def random_scales(num_layers: int, numbers: int, seed: int = 0) -> KVScales:
-    """numbers: 1 a layer, or as many as it has KV heads. Some are so small that K and V are cut off."""
+    """Draws scales. numbers: 1 a layer, or one for each KV head. Some are so small that K and V are cut off."""
     drawn = torch.rand(2, num_layers, numbers, generator=torch.Generator().manual_seed(seed)) * 0.02 + 0.004
     k, v = (tuple(tuple(layer) for layer in which) for which in drawn.tolist())
     return KVScales(k, v)
 
 
 def add_scales(folder: Path, scales: KVScales, name: str) -> None:
-    """Writes them into a checkpoint as its makers do; name: of a tensor within a layer."""
+    """Writes scales into a checkpoint as its makers do; name: of a tensor within a layer."""
     path = folder / "model.safetensors"
     tensors = load_file(path)
     for which, of_layers in (("k", scales.k), ("v", scales.v)):

@@ -66,8 +66,8 @@ def test_chunks_and_prefixes(case: str, settings: dict[str, Any], tmp_path: Path
 @pytest.mark.gate("deepseek_v3-*")
 @pytest.mark.parametrize(("case", "far"), [("deepseek_v2", 0.1), ("deepseek_v3", 0.1), ("deepseek_v32", 0.4)])
 def test_logits_are_near_those_of_float32(case: str, far: float, tmp_path: Path) -> None:
-    """Log-probabilities of a prompt in three chunks: those of rounded latents, and not far from exact ones. Of few
-    positions that random index keys choose, some are others."""
+    """Log-probabilities of a prompt in three chunks equal those of rounded latents, and are not far from exact ones.
+    Random index keys choose some other positions."""
     from tests.support.rounding_cache import RoundingKeys, round_latents
 
     folder, prompt = save_checkpoint(case, tmp_path), PROMPTS[-1]

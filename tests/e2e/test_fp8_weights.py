@@ -42,7 +42,7 @@ PROMPTS = [random_prompt(5 + 13 * number, seed=number) for number in range(5)]
 
 
 def save(scheme: str, folder: Path, output: int) -> tuple[Path, Sequence[Sequence[int]]]:
-    """A checkpoint, and the tokens behind PROMPTS that transformers finds with dequantized weights."""
+    """Saves a checkpoint. Returns it with the tokens after PROMPTS that transformers finds with dequantized weights."""
     family, config, quantize = SCHEMES[scheme]
     model = make_model(family, **SIZES, **({"moe_intermediate_size": 128} if family == "qwen3_moe" else {}))
     model.save_pretrained(folder / "plain")

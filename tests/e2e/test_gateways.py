@@ -72,7 +72,7 @@ def case(cluster: Cluster) -> Case:
 
 
 def calm(address: str) -> bool:
-    """Both processes serve and do nothing, and all pages are free."""
+    """Returns whether both processes serve and do nothing, and all pages are free."""
     now = info(address)
     workers = [worker for island in now.islands for worker in island.workers]
     free = len(workers) == 2 and all(worker.free_pages == worker.num_pages for worker in workers)
@@ -101,7 +101,8 @@ def answering(channel: grpc.Channel) -> int:
 
 @contextmanager
 def connected(address: str) -> Iterator[list[grpc.Channel]]:
-    """A connection to each process. The kernel chooses one for each connection, so it may take some."""
+    """Yields a connection to each process. The kernel chooses a process for each connection, so it may take several
+    tries."""
     channels: dict[int, grpc.Channel] = {}
     spare: list[grpc.Channel] = []
     while len(channels) < 2:
@@ -255,7 +256,7 @@ def test_tandems_client_goes_on_by_itself(served: str, case: Case) -> None:
 def test_a_process_that_is_stopped_ends_its_old_stream_when_it_goes_on(
     served: str, stubs: list[Any], case: Case
 ) -> None:
-    """It is not waited for long, and what it still sends goes to a client that has left it."""
+    """Nobody waits for it for long, and what it still sends goes to a client that has left it."""
     first = stubs[0].Generate(request(case, "mine"), timeout=60)
     received = some(first)
     pid = pid_of(served, 0)
@@ -306,7 +307,7 @@ def scraped(address: str) -> Samples:
 
 
 def flushed(address: str) -> Samples:
-    """A scrape of what both processes have counted: a process that is asked counts the gaps that it has gathered."""
+    """Scrapes both processes' counts. A process that is asked counts the gaps that it has gathered."""
     with connected(address) as channels:
         texts = [admin_pb2_grpc.AdminStub(one).GetMetrics(admin_pb2.GetMetricsRequest()).text for one in channels]
     return Samples(texts[-1])

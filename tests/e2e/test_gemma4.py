@@ -36,7 +36,7 @@ PUBLISHED = ("k_proj.weight", "v_proj.weight", "k_norm.weight")  # of readers, t
 
 
 def save_published(folder: Path) -> Any:
-    """The text decoder, in float32. Its readers have K and V, as published ones have."""
+    """Saves the text decoder, in float32. Its readers have K and V, as published ones have."""
     from transformers import Gemma4AudioConfig, Gemma4Config, Gemma4ForConditionalGeneration, Gemma4VisionConfig
 
     text = make_model("gemma4")
@@ -54,7 +54,7 @@ def save_published(folder: Path) -> Any:
 
 
 def rewrite(folder: Path, changes: dict[str, Any]) -> None:
-    """Fields of config.json become these; None: they are left out."""
+    """Rewrites fields of config.json; None removes a field."""
     path = folder / "config.json"
     fields = {**json.loads(path.read_text()), **changes}
     path.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))

@@ -60,7 +60,7 @@ def island(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Island]:
 
 
 def test_tokens_equal_transformers(island: Island, folder: Path) -> None:
-    """More requests than places, of unlike lengths, so that the batch grows, shrinks and crosses buckets."""
+    """There are more requests than places, of unlike lengths, so the batch grows, shrinks and crosses buckets."""
     oracle = load_oracle(folder)
     expected = [greedy(oracle, prompt, 16) for prompt in PROMPTS]
     assert complete_all(island.address, PROMPTS, max_tokens=16, **GREEDY) == expected
@@ -70,7 +70,7 @@ def test_tokens_equal_transformers(island: Island, folder: Path) -> None:
 
 
 def test_requests_slide_beside_others(island: Island, folder: Path) -> None:
-    """Their steps are one ahead, too, and a batch in which one slides has rows that do not."""
+    """Their steps are one ahead, too, and a batch with a sliding row has rows that do not slide."""
     oracle, sliding = load_oracle(folder), {"window": 12, "sinks": 2}
     plain, slid = [greedy(oracle, prompt, 24) for prompt in PROMPTS[:2]], PROMPTS[2:4]
     expected = [slide_greedily(oracle, prompt, 40, **sliding) for prompt in slid]

@@ -94,7 +94,7 @@ def island(folder: Path) -> Iterator[Island]:
 
 
 def sampling(number: int) -> dict[str, Any]:
-    """Even ones are greedy."""
+    """Returns sampling parameters. Even numbers are greedy."""
     return {"max_tokens": 120, "temperature": number % 2 * 1.0, "seed": number}
 
 
@@ -148,7 +148,7 @@ def test_outputs_are_those_of_masked_logits(island: Island, expected: list[list[
 
 @pytest.mark.usefixtures("in_graphs")
 def test_guided_rows_beside_others_in_steps_that_overlap(folder: Path, expected: list[list[int]]) -> None:
-    """The others' tokens are what they would be alone."""
+    """The other rows' tokens equal their tokens alone."""
     prompts = [random_prompt(20 + 3 * number, 50 + number, VOCAB) for number in range(4)]
     model = load_oracle(folder)
     plain = [greedy(model, prompt, 40) for prompt in prompts]
@@ -328,7 +328,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": ANSWER}}
 
 
 def says(island: Island, stream: bool, **body: Any) -> list[tuple[str, str, str]]:
-    """Reasoning, content and arguments of calls, of each choice."""
+    """Returns reasoning, content and arguments of calls, of each choice."""
     asked = {"messages": [{"role": "user", "content": "?"}], "max_tokens": 120, **body}
     if not stream:
         messages = [choice["message"] for choice in answer(island.http, CHATS, **asked)["choices"]]
@@ -421,7 +421,7 @@ FIXED = {"type": "object", "properties": {"a": {"enum": [[1, 2]]}, "b": {"enum":
 
 
 def written(island: Island, path: str, stream: bool, bias: dict[str, int], **fields: Any) -> tuple[str, str]:
-    """The text of an answer, or the arguments of its call, and why it ended."""
+    """Returns the text of an answer, or the arguments of its call, and why it ended."""
     prompt = {"prompt": "?"} if path == COMPLETIONS else {"messages": [{"role": "user", "content": "?"}]}
     asked = {**prompt, "logit_bias": bias, "max_tokens": 100, "temperature": 0, **fields}
     said = chunks(island.http, path, **asked) if stream else [answer(island.http, path, **asked)]
@@ -436,7 +436,7 @@ def written(island: Island, path: str, stream: bool, bias: dict[str, int], **fie
 def test_a_model_that_likes_spaces_has_no_more_of_them_than_asked_for(
     island: Island, folder: Path, stream: bool
 ) -> None:
-    """Calls that are forced have those of templates; other JSON has what the fields of vLLM say."""
+    """Forced calls have the spaces of templates; other JSON has the spaces that vLLM's fields allow."""
     tokenizer = Tokenizer.from_folder(folder)
     assert tokenizer is not None
     bias = {str(token): 100 for text in (" ", "\n") for token in tokenizer.encode(text, add_special_tokens=False)}

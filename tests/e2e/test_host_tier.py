@@ -25,13 +25,13 @@ from tests.support.waiting import until
 
 OUTPUT = 6
 FEW: dict[str, Any] = {"cache.num_pages": 20, "cache.host_bytes": 4 << 20, "cache.verify_host": True}
-"""Pages for one prompt of PROMPTS and its output, and no more; host memory for all of them."""
+"""Settings with pages for one prompt of PROMPTS and its output, and host memory for all prompts."""
 PROMPTS = [random_prompt(97 + number, number) for number in range(4)]
 
 
 @pytest.fixture(autouse=True)
 def _every_hit_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that is busy may measure any rate."""
+    """Uses every hit: a busy machine may measure any rate."""
     monkeypatch.setattr(PageCopies, "rate", 0.0)
 
 
@@ -42,7 +42,7 @@ def usage_of(island: Island, prompt: list[int]) -> Usage:
 
 
 def spoil(island: Island) -> None:
-    """One bit of each page in the host memory of the prefill worker."""
+    """Flips one bit of each page in the host memory of the prefill worker."""
     worker = island.workers[0]
 
     def change() -> None:
@@ -139,7 +139,8 @@ def test_what_takes_longer_than_computing_is_computed(tmp_path: Path, monkeypatc
     "case", ["qwen3", "gemma3", "deepseek_v3", "deepseek_v4", "gpt_oss", "qwen3_next", "llama4", "nemotron_h"]
 )
 def test_storms_of_every_kind_of_state(case: str, roles: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside one another, with requests that move, and replayed from its records: pages and counts are equal."""
+    """Prompts run at the same time, with requests that move, and their records are replayed: pages and counts are
+    equal."""
     if roles == "adaptive":
         move_back_and_forth(2, monkeypatch)
     folder, settings = save_checkpoint(case, tmp_path / "model"), {"scheduler.roles": roles}
@@ -169,7 +170,7 @@ def test_prompts_of_an_encoder_come_back(tmp_path: Path) -> None:
 @pytest.mark.gate("2-1")
 @pytest.mark.parametrize(("prefill", "decode"), [(1, 2), (2, 1), (2, 2)])
 def test_ranks_keep_their_parts(prefill: int, decode: int, tmp_path: Path) -> None:
-    """A page that changed on one rank is computed again on all of them."""
+    """All ranks compute a page again that changed on one rank."""
     folder = save_checkpoint("llama", tmp_path)
     oracle = load_oracle(folder)
     shape = {"island.prefill_ranks": prefill, "island.decode_ranks": decode}

@@ -28,14 +28,14 @@ ISLANDS: dict[str, object] = {"num_islands": 2, "recovery.partition_seconds": 4}
 
 
 def _own_bytes(pid: int) -> int:
-    """The memory that no other process shares."""
+    """Returns the memory that no other process shares."""
     fields = (line.split() for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines())
     return sum(int(words[1]) << 10 for words in fields if words[0].startswith("Private_"))
 
 
 @pytest.fixture(scope="module")
 def joined_hosts() -> Iterator[Hosts]:
-    """Three in one Ray, whose GCS stores what it knows, and one for clients."""
+    """Makes three hosts in one Ray, whose GCS keeps its state, and one host for clients."""
     with hosts(4, remembers=True) as made:
         for host, niceness in enumerate((0, 0, 1)):  # one by one: two that start at once take the same socket's name
             made.start_ray(host, niceness=niceness)
@@ -105,7 +105,7 @@ def test_of_200_requests_some_are_cancelled_and_nothing_is_left(
 
 
 def test_gateways_share_the_memory_of_what_they_import(cluster: Cluster) -> None:
-    """Torch most of all, which they do without. By now they have served requests over gRPC."""
+    """They share above all torch, which they do without. By now they have served requests over gRPC."""
     gateways = [
         pid for host in range(3) for pid in cluster.hosts.pids(host) if process_name(pid).startswith("gateway.")
     ]
@@ -145,7 +145,7 @@ def test_no_prompt_crosses_the_network_in_the_open(cluster: Cluster, small_model
 def test_without_rays_gcs_serving_goes_on_and_what_is_lost_is_started_once_it_is_back(
     cluster: Cluster, small_model: Path, tmp_path: Path
 ) -> None:
-    """A process host is Ray's, and needs the GCS. A worker is forked for its process host, and does not."""
+    """A process host belongs to Ray, and needs the GCS. A worker is forked for its process host, and does not."""
     cluster.scale("--islands", "3")  # one on each host
     before, made = cluster.info(), cluster.hosts
     assert made.addresses[1] in {host for host, _ in cluster.islands().values()}
@@ -208,7 +208,8 @@ def test_the_islands_of_a_lost_host_go_to_another_and_its_gateway_comes_back_wit
 def test_without_the_head_and_its_launcher_others_serve_on_until_their_lease_ends_and_leave_nothing(
     cluster: Cluster, tmp_path: Path
 ) -> None:
-    """The last test of this cluster. Nobody is left who could tell gateways and islands of other hosts to end."""
+    """This is the last test of this cluster. Nobody is left who could tell gateways and islands of other hosts to
+    end."""
     made = cluster.hosts
     if {host for host, _ in cluster.islands().values()} == {made.addresses[0]}:
         cluster.scale("--islands", "3")

@@ -1,4 +1,4 @@
-"""OpenAI's API through the HTTP server of an island: what comes is what the gRPC server gives."""
+"""OpenAI's API through the HTTP server of an island: answers equal the gRPC server's."""
 
 import json
 import re
@@ -303,7 +303,7 @@ def held_pages(worker: Worker) -> int:
 
 @contextmanager
 def stopped_with_pages(worker: Worker) -> Iterator[None]:
-    """Before the first step that finds it with pages its step thread stands still, until the block is left."""
+    """Stops the worker's step thread before the first step that finds it with pages, until the block is left."""
     stopped, resume, thread = threading.Event(), threading.Event(), worker._step_thread
     assert thread is not None
     steps = thread._steps
@@ -328,7 +328,7 @@ def stopped_with_pages(worker: Worker) -> Iterator[None]:
 def test_echo_scores_the_prompt_as_evaluations_ask(
     island: Island, folder: Path, tokenizer: Tokenizer, *, as_ids: bool
 ) -> None:
-    """lm_eval's multiple choice: sums of token_logprobs, and whether each token is the likeliest."""
+    """lm_eval's multiple choice needs sums of token_logprobs, and whether each token is the likeliest."""
     ids = tokenizer.encode(PROMPT)
     prompt: Any = ids if as_ids else PROMPT
     body = answer(island.http, COMPLETIONS, prompt=prompt, max_tokens=1, echo=True, logprobs=2, temperature=0)

@@ -14,8 +14,8 @@ MOST_BESIDE = 512  # further tokens that the parent's decode worker computes
 
 
 class ForkedFrom(NamedTuple):
-    """The place of the KV that a fork begins with: both workers of the pair, which are one, have it under the id that
-    they know."""
+    """The place of the KV that a fork begins with. pair: one worker as both of them. request_id: the parent's, as that
+    worker knows it."""
 
     pair: LinkPair | None = None
     request_id: str = ""

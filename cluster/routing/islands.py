@@ -145,8 +145,8 @@ class Islands:
         ]
 
     def serves(self, pair: LinkPair) -> bool:
-        """Returns whether the decode worker takes requests, and the prefill worker, which may be leaving, still sends
-        it a prompt."""
+        """Returns whether the pair can serve: the decode worker takes requests, and the prefill worker, which may be
+        leaving, still sends prompts."""
         takes = pair.decode in self.links().values()
         serving = [link for island in self._current.values() if island.state.workers for link in island.links]
         return takes and pair.prefill in serving and pair.decode.reachable and pair.prefill.reachable

@@ -1,4 +1,4 @@
-"""Chooses the prefill and the decode worker that serve a request, and the time."""
+"""Chooses when a request is served, and by which prefill and decode worker."""
 
 import asyncio
 import itertools

@@ -76,7 +76,7 @@ class GatewayActor:
         self._events.run(self._gateway.drain(), timeout=self._drain_seconds + 20)
 
     def abandon(self) -> None:
-        """Ends all calls at once, each with an error that says so. See WorkerActor.abandon."""
+        """Ends all calls at once, with an error that names the loss. See WorkerActor.abandon."""
         self._events.run(self._gateway.stop(0.0, LOST), timeout=30)
 
     def stop(self, grace: float) -> None:

@@ -15,7 +15,7 @@ from tandem.workers.config import Role
 
 @dataclass(frozen=True)
 class _Seen:
-    """The state of a role at one time."""
+    """The work of both roles at one time."""
 
     queued: float = 0.0  # requests that wait for room
     prompts: float = 0.0  # tokens of prompts that prefill workers have yet to compute

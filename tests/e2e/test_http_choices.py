@@ -26,7 +26,7 @@ def island(small_model: Path) -> Iterator[Island]:
 
 
 def choices(island: Island, path: str, **body: Any) -> list[dict[str, Any]]:
-    """Each by a call of its own would have index 0."""
+    """Returns the choices, each by a call of its own, with index 0."""
     found = answer(island.http, path, **body)["choices"]
     assert [choice["index"] for choice in found] == list(range(len(found)))
     return found
@@ -38,7 +38,7 @@ def single(island: Island, path: str, **body: Any) -> dict[str, Any]:
 
 
 def streamed(parts: list[dict[str, Any]]) -> dict[int, tuple[str, list[int], str]]:
-    """Text, tokens and finish reason of each choice of a stream."""
+    """Returns text, tokens and finish reason of each choice of a stream."""
     texts, ids, reasons = defaultdict[int, str](str), defaultdict[int, list[int]](list), dict[int, str]()
     for part in parts:
         for choice in part["choices"]:

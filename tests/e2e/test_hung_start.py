@@ -21,7 +21,7 @@ from tests.support.local_processes import LocalProcesses
 
 
 class HangingWorker(WorkerActor):
-    """Waits for ever where it should map its peers."""
+    """A worker that waits for ever where it should map its peers."""
 
     def __init__(self, config: WorkerConfig) -> None:
         super().__init__(config)

@@ -1,4 +1,4 @@
-"""SIGTERM while `tandem up` still starts: it says so, ends with 0 and leaves nothing."""
+"""SIGTERM while `tandem up` still starts: it prints so, exits with 0 and leaves nothing."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A cluster from Python: what a program sees, and that nothing is left of it."""
+"""A cluster from Python: tests the program's view, and that nothing is left of the cluster."""
 
 import asyncio
 import os

@@ -25,7 +25,7 @@ VISION: dict[str, Any] = dict(
 
 
 def save_with_images(folder: Path) -> Any:
-    """The text decoder, in float32."""
+    """Saves the text decoder, in float32."""
     from transformers import Llama4Config, Llama4ForConditionalGeneration, Llama4VisionConfig
 
     text = make_model("llama4")
@@ -37,7 +37,7 @@ def save_with_images(folder: Path) -> Any:
 
 
 def rewrite(folder: Path, changes: dict[str, Any]) -> None:
-    """Fields of config.json become these."""
+    """Rewrites fields of config.json."""
     path = folder / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
@@ -89,7 +89,8 @@ def test_pages_divide_chunks(tmp_path: Path) -> None:
 
 
 def test_fields_as_the_first_releases_have_them(tmp_path: Path) -> None:
-    """No layers by name, a number for a boolean, and llama3's factors equal, so that nothing is interpolated."""
+    """They have no layers by name, a number for a boolean, and llama3's factors equal, so that nothing is
+    interpolated."""
     folder = save_checkpoint("llama4", tmp_path)
     scaling = {"factor": 16.0, "high_freq_factor": 1.0, "low_freq_factor": 1.0, "rope_type": "llama3"}
     changes: dict[str, Any] = {"no_rope_layers": [], "attn_temperature_tuning": 4, "layer_types": None}

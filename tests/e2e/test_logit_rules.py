@@ -67,7 +67,7 @@ def ask_all(island: Island) -> list[list[int]]:
 
 
 def test_rules_through_a_prefill_and_a_decode_worker(folder: Path, expected: list[list[int]]) -> None:
-    """One by one, then at once, behind the prefixes of those before."""
+    """Requests come one by one, then at once, after the prefixes of earlier ones."""
     with running_island(folder) as island:
         for number, prompt in enumerate(PROMPTS):
             assert tokens_of(complete(island.address, prompt, **asked(params_of(number)))) == expected[number]

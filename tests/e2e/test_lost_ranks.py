@@ -60,7 +60,7 @@ def epoch_of(address: str) -> int:
 
 
 def rank_of(processes: LocalProcesses, role: str, rank: int) -> int:
-    """The process of the newest epoch."""
+    """Returns the process of the newest epoch."""
     found = {
         int(match[1]): pid
         for name, pid in processes.pids.items()

@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def broken(folder: Path, expected: list[list[int]]) -> int:
-    """The token that the first prompt's answer has at AT. Its embedding is NaN from now on."""
+    """Returns the token that the first prompt's answer has at AT. Its embedding is NaN from now on."""
     token, path = expected[0][AT], folder / "model.safetensors"
     tensors = load_file(path)
     tensors["model.embed_tokens.weight"][token] = nan

@@ -13,7 +13,7 @@ from tests.support.shm import lasting_names
 
 
 def held() -> tuple[int, int, set[str]]:
-    """Threads of ours, memory segments, names in /dev/shm."""
+    """Returns our threads, memory segments, and names in /dev/shm."""
     gc.collect()
     links = []
     for descriptor in os.listdir("/proc/self/fd"):

@@ -38,7 +38,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Command:
-    """A command line with what it needs around it. before: shell commands that change the host for it alone."""
+    """A command line with its surroundings. before: shell commands that change the host for it alone."""
 
     arguments: tuple[str, ...]
     before: str = ""
@@ -55,7 +55,7 @@ class Case:
 
 
 def _full(size: str, folder: Path) -> str:
-    """A file system of that size in place of a folder, for one command."""
+    """Puts a file system of that size in place of a folder, for one command."""
     return f"mount -t tmpfs -o size={size} tmpfs {folder} && "
 
 
@@ -166,7 +166,7 @@ def run(command: Command, apart: bool) -> Said:
 
 @contextmanager
 def place_in(folder: Path) -> Iterator[Place]:
-    """A model, a cluster named `taken`, and a port that somebody listens on."""
+    """Yields a model, a cluster named `taken`, and a port on which another program listens."""
     make_checkpoint(folder / "model")
     (folder / "disk").mkdir()
     with ExitStack() as held:

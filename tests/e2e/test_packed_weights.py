@@ -29,7 +29,7 @@ ROOM = {"scheduler.max_batch_tokens": CHUNK, "model.dtype": "float32"}
 
 
 def save(scheme: str, folder: Path, *, prompts: list[list[int]] = PROMPTS, output: int = OUTPUT) -> list[list[int]]:
-    """The checkpoint, in `folder`; the tokens that are due."""
+    """Saves the checkpoint in `folder`. Returns the expected tokens."""
     family, config, quantize = SCHEMES[scheme]
     save_checkpoint(family, folder / "model")
     plain = shutil.copytree(folder / "model", folder / "plain")
@@ -41,7 +41,8 @@ def save(scheme: str, folder: Path, *, prompts: list[list[int]] = PROMPTS, outpu
 @pytest.mark.gate("awq", "gptq-act-order", "pack-quantized-experts", "mxfp4")
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_tokens_with_prefixes_and_drafts(scheme: str, tmp_path: Path) -> None:
-    """Prefill and decode in workers of their own. Alone, then all at once and twice, which finds prefixes."""
+    """Prefill and decode have workers of their own. Prompts come alone, then all at once and twice, which finds
+    prefixes."""
     due = save(scheme, tmp_path)
     drafts = {"speculation.method": "ngram", "speculation.tokens": 3}
     with running_island(tmp_path / "model", ROOM | drafts) as island:
@@ -73,7 +74,7 @@ def test_requests_that_move(scheme: str, tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.gate("gptq-act-order")
 @pytest.mark.parametrize("scheme", ["awq", "gptq-act-order"])
 def test_a_packed_model_drafts_for_itself(scheme: str, tmp_path: Path) -> None:
-    """Drafts hold: both dequantize to the same numbers."""
+    """Drafts hold, because both dequantize to the same numbers."""
     due = save(scheme, tmp_path)
     model = str(tmp_path / "model")
     drafts = {"speculation.method": "draft_model", "speculation.draft": model, "speculation.tokens": 3}

@@ -41,7 +41,7 @@ ISLANDS = [(case, each) for case in CASES for each in ((1, 2) if case in SEVERAL
 
 @dataclass(frozen=True)
 class Known:
-    """A checkpoint, and what transformers generates with it: OUTPUT tokens after each prompt."""
+    """A checkpoint with transformers' outputs: OUTPUT tokens after each prompt."""
 
     folder: Path
     prompts: list[list[int]]
@@ -82,7 +82,7 @@ def known(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     ids=[f"{case}-{each}P{each}D" for case, each in ISLANDS],
 )
 def test_alone_and_sixteen_at_once(known: Known, each: int) -> None:
-    """Alone, the tokens of half the prompts; then of all, of which the island holds half already."""
+    """Half of the prompts come alone, then all, and the island holds half of them already."""
     posts, alone = RecordedPosts(), len(LENGTHS)
     settings = {"island.num_prefill": each, "island.num_decode": each, "scheduler.max_batch_tokens": CHUNK}
     with running_island(known.folder, settings, posts) as island:

@@ -24,7 +24,7 @@ from tests.support.oracle import greedy, greedy_all, load_oracle, random_prompt
 from tests.support.waiting import until
 
 FEW: dict[str, Any] = {"cache.num_pages": 20, "cache.parked_bytes": 8 << 20, "gateway.priorities": [-5, 10]}
-"""Pages of 8 positions, for two long requests at a time."""
+"""Settings with pages of 8 positions, for two long requests at a time."""
 LONG, OUTPUT = random_prompt(20, 1), 100
 SHORT = [random_prompt(40 + number, number) for number in range(2, 6)]
 NUM_SHORT = 24
@@ -76,7 +76,7 @@ def test_a_parked_request_is_cancelled(tmp_path: Path) -> None:
 
 
 def mixed(island: Island, asked: Sequence[tuple[list[int], int, int]], options: dict[str, Any]) -> list[list[int]]:
-    """The tokens of prompts with their lengths and priorities, which are sent by many clients at once."""
+    """Returns the tokens of prompts with these lengths and priorities, sent by many clients at once."""
 
     def one(of: tuple[list[int], int, int]) -> list[int]:
         prompt, most, priority = of

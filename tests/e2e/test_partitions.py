@@ -62,7 +62,7 @@ def clients(cluster: Cluster, model: Path, folder: Path) -> Iterator[HostClients
 
 
 def _await_streams(asking: HostClients) -> None:
-    """Until more have finished than can have been under way."""
+    """Waits until more streams have finished than can have been under way."""
     enough = asking.streams + 16
     until(lambda: asking.streams >= enough)
 
@@ -72,7 +72,7 @@ def _island(cluster: Cluster) -> dict[str, Any]:
 
 
 def _workers(cluster: Cluster, host: int) -> list[str]:
-    """The names of processes that write into pages."""
+    """Returns the names of processes that write into pages."""
     found: list[str] = []
     for pid in cluster.hosts.pids(host):
         try:
@@ -165,7 +165,7 @@ def test_workers_behind_a_link_that_stays_down_end_themselves_and_streams_go_on(
 
 @pytest.mark.timeout(300)
 def test_a_gcs_that_comes_back_without_what_it_knew_ends_the_cluster_with_words(cluster: Cluster) -> None:
-    """The last test of this cluster."""
+    """This is the last test of this cluster."""
     cluster.hosts.end_gcs()
     until(lambda: cluster.info()["starts_nothing"])
     cluster.hosts.start_gcs()

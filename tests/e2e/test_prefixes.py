@@ -37,7 +37,7 @@ def island(small_model: Path) -> Iterator[Island]:
 
 
 def ask(island: Island, prompt: list[int], salt: str = "", max_tokens: int = 4) -> tuple[list[int], int]:
-    """Tokens, and how many of the prompt's were cached."""
+    """Returns tokens, and how many of the prompt's were cached."""
     with island.client() as client:
         updates = list(client.generate(prompt, cache_salt=salt, timeout=60, max_tokens=max_tokens, **GREEDY))
     assert updates[-1].usage is not None

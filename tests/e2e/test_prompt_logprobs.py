@@ -34,7 +34,7 @@ def values_of(oracle: "PreTrainedModel", prompt: Sequence[int], cache: "DynamicC
 
 
 def entries_of(updates: Sequence[GenerateUpdate]) -> list[TokenLogprobs | None]:
-    """All that come, and none behind a token."""
+    """Returns all entries, and checks that none comes after a token."""
     first_token = next((number for number, update in enumerate(updates) if update.token_ids), len(updates))
     assert not any(update.prompt_logprobs for update in updates[first_token:])
     return [entry for update in updates for entry in update.prompt_logprobs]
@@ -58,7 +58,7 @@ def ask(island: Island, prompt: Sequence[int], **sampling: Any) -> list[Generate
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "deepseek_v3", "qwen3_moe"])
 def test_values_are_those_of_transformers_however_a_prompt_is_cut(family: str, tmp_path: Path) -> None:
-    """Beside requests that do not ask, and twice, so that prefixes lie there the second time."""
+    """Other requests do not ask for them. All come twice, so that prefixes are found the second time."""
     folder = save_checkpoint(family, tmp_path)
     oracle = load_oracle(folder)
     values = [values_of(oracle, prompt) for prompt in PROMPTS]
@@ -78,7 +78,7 @@ def test_values_are_those_of_transformers_however_a_prompt_is_cut(family: str, t
 
 @pytest.mark.parametrize(("family", "choice"), [("gemma3", "local"), *(("qwen3", choice) for choice in CHOICES)])
 def test_whichever_worker_computes_the_prompt(family: str, choice: str, tmp_path: Path) -> None:
-    """The second time prefixes lie there, but not of gemma3's windows."""
+    """The second time prefixes are found, but not those of gemma3's windows."""
     folder = save_checkpoint(family, tmp_path)
     oracle = load_oracle(folder)
     with adaptive_island(folder) as island, choosing(island, CHOICES[choice]):

@@ -95,7 +95,7 @@ PROMPTS = [random_prompt(11, seed=1), random_prompt(30, seed=2)]
 
 
 def load_dequantized(folder: Path, monkeypatch: pytest.MonkeyPatch) -> "PreTrainedModel":
-    """transformers' model of a quantized checkpoint, in float32."""
+    """Loads transformers' model of a quantized checkpoint, in float32."""
     from transformers.quantizers import quantizer_finegrained_fp8
     from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 

@@ -39,7 +39,7 @@ def island(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[Island]
 
 
 def held_kv(worker: Worker, tokens: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-    """K and V per layer of the longest prefix of `tokens` in whole pages that the worker holds."""
+    """Returns K and V per layer of the longest prefix of `tokens` in whole pages that the worker holds."""
 
     def read() -> list[tuple[Tensor, Tensor]]:
         cache = TvmCache.of(worker.cache)
@@ -71,7 +71,7 @@ def recorded_forwards(worker: Worker) -> list[list[int]]:
 
 
 def holder(island: Island, prompt: Sequence[int]) -> Worker:
-    """The decode worker that served the prompt."""
+    """Returns the decode worker that served the prompt."""
     (found,) = [worker for worker in island.workers[1:] if held_kv(worker, prompt)[0][0].shape[0]]
     return found
 
@@ -101,7 +101,7 @@ def test_token_push(island: Island) -> None:
 
 
 def test_page_to_page_push(checkpoint: Path, island: Island) -> None:
-    """The second turn of a conversation that the prefill worker still holds and the decode worker does not."""
+    """It is the second turn of a conversation, which the prefill worker still holds and the decode worker does not."""
     first = random_prompt(61, 1)
     tokens = tokens_of(complete(island.address, first, max_tokens=4, **GREEDY))
     second = first + tokens + random_prompt(20, 2)

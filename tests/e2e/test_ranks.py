@@ -1,4 +1,5 @@
-"""Workers of several ranks through the gRPC server: transformers' tokens in float32, whatever both sides' shapes."""
+"""Workers of several ranks through the gRPC server: tokens equal transformers' in float32, for all shapes of both
+sides."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -57,7 +58,7 @@ def is_idle(island: Island) -> bool:
     ids=[f"{case}-{p}+{d}" for case, (p, d) in product(CASES, SHAPES) if max(p, d) < 4 or "deepseek_v4" not in case],
 )
 def test_tokens_of_every_family(case: str, prefill: int, decode: int, tmp_path: Path) -> None:
-    """Alone, then all at once, which finds prefixes, beside requests that are cancelled."""
+    """Prompts come alone, then all at once, which finds prefixes, together with requests that are cancelled."""
     make_model(case, **sizes_for_ranks(case, max(prefill, decode))).save_pretrained(tmp_path)
     prompts = [random_prompt(length, seed) for seed, length in enumerate(LENGTHS)]
     due = greedy_all(load_oracle(tmp_path), prompts, OUTPUT)

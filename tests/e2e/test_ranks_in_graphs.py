@@ -47,8 +47,8 @@ def with_capture(method: Callable[..., None]) -> Callable[..., None]:
 @pytest.mark.parametrize(("prefill", "decode"), [(2, 2), (1, 2)], ids=["2+2", "1+2"])
 @pytest.mark.parametrize("method", ["none", "ngram", "draft_model", "mtp", "eagle3"])
 def test_tokens_are_those_of_one_rank(method: str, prefill: int, decode: int, tmp_path: Path) -> None:
-    """Alone, whose first step is prepared ahead; then all at once, beside requests that are cancelled, by workers that
-    have both roles."""
+    """A lone request has its first step prepared ahead. Then all come at once, with cancelled requests, on workers of
+    both roles."""
     model = (make_mtp if method == "mtp" else make_llama)(tmp_path / "model")
     with running_island(model) as plain:
         due = complete_all(plain.address, PROMPTS, max_tokens=OUTPUT, **GREEDY)

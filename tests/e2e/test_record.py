@@ -66,7 +66,7 @@ def sampling(dice: random.Random, kinds: Sequence[str]) -> dict[str, Any]:
 
 @dataclass
 class Storm:
-    """Requests side by side, some of which their clients give up."""
+    """Concurrent requests, some of which their clients give up."""
 
     address: str
     kinds: Sequence[str] = KINDS
@@ -97,7 +97,7 @@ class Storm:
 def record_storm(
     model: Path, folder: Path, overrides: dict[str, Any], requests: int = 60, kinds: Sequence[str] = KINDS
 ) -> tuple[Storm, list[Path]]:
-    """A storm, and the files of its workers, PE by PE."""
+    """Records a storm. Returns it and the files of its workers, PE by PE."""
     given = {"record.folder": str(folder), "record.prompts": True, "island.num_decode": 2, **overrides}
     with running_island(model, given) as island:
         storm = Storm(island.address, kinds).run(requests)
@@ -113,7 +113,7 @@ def files(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[P
 
 
 def edited(paths: Sequence[Path], folder: Path, edit: Callable[[int, int, bytes], bytes | None]) -> list[Path]:
-    """Copies of the files. edit: gets a file's PE, an entry's number and the entry; what is there instead, if any."""
+    """Copies the files. edit: gets a file's PE, an entry's number and the entry; returns the replacement, if any."""
     copies = []
     for pe, path in enumerate(paths):
         head = b"".join(path.read_bytes().splitlines(keepends=True)[:2])
@@ -128,7 +128,7 @@ def edited(paths: Sequence[Path], folder: Path, edit: Callable[[int, int, bytes]
 
 
 def forged(path: Path, folder: Path, field: str, value: object) -> Path:
-    """A copy of the record whose header has the value in a field, by its dotted name."""
+    """Copies the record, with the value in a field of its header, by its dotted name."""
     magic, line, entries = path.read_bytes().split(b"\n", 2)
     header = json.loads(line.rpartition(b" ")[0])
     *above, name = field.split(".")
@@ -249,7 +249,7 @@ def test_storms_over_workers_of_any_ranks_are_replayed(
 @pytest.mark.long
 @pytest.mark.usefixtures("in_graphs")
 def test_steps_that_overlap_are_replayed(small_model: Path, tmp_path: Path) -> None:
-    """Steps are launched before the tokens before are read, beside prompts, foreseen, and without masks at first."""
+    """Steps are launched before the previous tokens are read: with prompts, foreseen, and without masks at first."""
     settings = {"scheduler.roles": "adaptive", "speculation.method": "ngram"}
     _, files = record_storm(small_model, tmp_path, settings, 40)
     summary = replay_files(files)

@@ -45,7 +45,7 @@ OVERRIDES: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A request that takes long enough for something to happen meanwhile, and what comes of it undisturbed."""
+    """A request that takes long enough for a disturbance, and its undisturbed result."""
 
     prompt: list[int]
     tokens: list[int]
@@ -53,7 +53,7 @@ class Case:
 
 
 class StillbornProcesses(LocalProcesses):
-    """The decode worker of the second epoch is stopped before it has done anything."""
+    """Processes in which the decode worker of the second epoch is stopped before it has done anything."""
 
     def _start(self, specs: Sequence[ActorSpec]) -> list[ForkedActor]:
         started = super()._start(specs)
@@ -92,13 +92,13 @@ def epochs(address: str) -> list[int]:
 
 
 def whole(address: str) -> bool:
-    """Both islands serve, and all their pages are free."""
+    """Returns whether both islands serve, and all their pages are free."""
     workers = [worker for island in info(address).islands for worker in island.workers]
     return len(workers) == 4 and all(worker.free_pages == worker.num_pages for worker in workers)
 
 
 def working(address: str) -> list[inference_pb2.WorkerInfo]:
-    """The workers that serve a request, prefill and decode of one island, in a cluster where there is one request."""
+    """Returns the workers that serve a request, prefill and decode of one island, in a cluster with one request."""
     for island in info(address).islands:
         if any(worker.running or worker.waiting for worker in island.workers):
             return list(island.workers)
@@ -108,7 +108,7 @@ def working(address: str) -> list[inference_pb2.WorkerInfo]:
 def disturbed(
     address: str, case: Case, disturb: Callable[[], None], sampling: dict[str, Any] = DRAWN, behind: int = 3
 ) -> list[GenerateUpdate]:
-    """A request during which, once so many messages have come, something happens."""
+    """Runs a request, and disturbs it once so many messages have come."""
     updates = []
     with Client(address) as client:
         for update in client.generate(case.prompt, timeout=100, max_tokens=len(case.tokens), **sampling):
@@ -119,7 +119,7 @@ def disturbed(
 
 
 def disturbed_over_http(address: str, case: Case, disturb: Callable[[], None]) -> list[dict[str, Any]]:
-    """The same through the HTTP server: the choices of its events."""
+    """Does the same through the HTTP server: returns the choices of its events."""
     choices = []
     body = {"prompt": case.prompt, "max_tokens": len(case.tokens), "return_token_ids": True, **DRAWN}
     with streaming(info(address).http_address, COMPLETIONS, **body) as lines:
@@ -138,7 +138,7 @@ def attempts(updates: list[GenerateUpdate]) -> int:
 @pytest.mark.gate("1-3")
 @pytest.mark.parametrize(("pe", "behind"), [(0, 1), (1, 3)])
 def test_a_worker_dies_while_log_probabilities_of_the_prompt_come(served: str, pe: int, behind: int) -> None:
-    """The prefill worker while it computes them, the decode worker while a client has not read them."""
+    """The prefill worker dies while it computes them, the decode worker while a client has not read them."""
     until(lambda: whole(served))
     sampling = {**DRAWN, "prompt_logprobs": 20}
     prompt = random_prompt(1200, 2, VOCABULARY)

@@ -40,7 +40,7 @@ SECTIONS = {"mrope_section": [1, 1, 0], "mrope_interleaved": True}
 
 
 def rewrite(folder: Path, changes: dict[str, Any]) -> None:
-    """Fields of config.json become these; None: they are left out."""
+    """Rewrites fields of config.json; None removes a field."""
     path = folder / "config.json"
     fields = {**json.loads(path.read_text()), **changes}
     path.write_text(json.dumps({name: value for name, value in fields.items() if value is not None}))
@@ -56,7 +56,7 @@ def is_idle(island: Island) -> bool:
 @pytest.mark.parametrize("chunk", [1, CHUNK - 1, CHUNK, CHUNK + 1])
 @pytest.mark.parametrize("case", ["qwen3_next", "kimi_linear", "nemotron_h"])
 def test_prompts_are_cut_anywhere(case: str, chunk: int, tmp_path: Path) -> None:
-    """All at once, so that chunks of some share forwards with others' rows, beside requests that are cancelled."""
+    """All come at once, with cancelled requests, so that chunks of some share forwards with others' rows."""
     folder = save_checkpoint(case, tmp_path)
     prompts = [random_prompt(length, length) for length in LENGTHS]
     expected = greedy_all(load_oracle(folder), prompts, OUTPUT)
@@ -70,7 +70,7 @@ def test_prompts_are_cut_anywhere(case: str, chunk: int, tmp_path: Path) -> None
 
 
 def save_with_images(case: str, folder: Path) -> Any:
-    """The text decoder, in float32."""
+    """Saves the text decoder, in float32."""
     import transformers
 
     text: Any = make_model(case)
@@ -198,7 +198,7 @@ def test_no_such_head_drafts_for_it(case: str, method: Any, message: str, tmp_pa
     ("case", "field"), [("qwen3_next", "num_nextn_predict_layers"), ("qwen3_5", "mtp_num_hidden_layers")]
 )
 def test_one_layer_for_multi_token_prediction_drafts(case: str, field: str, tmp_path: Path) -> None:
-    """It has experts as the first layer has, and weights of its own."""
+    """The layer has experts as the first layer has, and weights of its own."""
     rewrite(save_checkpoint(case, tmp_path), {field: 2, "decoder_sparse_step": 2})
     with pytest.raises(UnsupportedFeature, match="has 2 layers for multi-token prediction, and a checkpoint with 1"):
         load_drafter_config(MTP, load_config(tmp_path))

@@ -81,7 +81,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     ids=[f"{family}{ranks}-{lost}" for ranks in ("", RANKS) for family in FAMILIES for lost in ("prefill", "decode")],
 )
 def test_a_worker_dies_and_no_token_is_lost(served: Served, lost: int) -> None:
-    """Beside a request that goes on, and one that comes later. What clients have is computed again as a prompt."""
+    """Another request goes on, and one comes later. The clients' tokens are computed again as a prompt."""
     prompt, count = random_prompt(CHUNK - 10, 7 + lost, VOCABULARY), 2 * CHUNK
     expected = greedy(served.oracle, prompt, count)
     island, updates = served.island(), []

@@ -27,13 +27,13 @@ IDS = [f"{case}-{prefill}+{decode}" for case, prefill, decode in ALL]
 
 
 def save(case: str, prefill: int, decode: int, folder: Path) -> dict[str, Any]:
-    """The settings of an island of these ranks, for a checkpoint that they can divide."""
+    """Returns the settings of an island of these ranks, for a checkpoint that they can divide."""
     make_model(case, **sizes_for_ranks(case, max(prefill, decode))).save_pretrained(folder)
     return {"island.prefill_ranks": prefill, "island.decode_ranks": decode, **SETTINGS}
 
 
 def check_idle(island: Island) -> None:
-    """Nothing is held on any rank, and what was pushed was what was sent."""
+    """Checks that no rank holds anything, and that what was pushed was what was sent."""
     until(lambda: is_idle(island))
     assert not any(one.counters.corrupt for one in workers_of(island))
 
@@ -41,7 +41,7 @@ def check_idle(island: Island) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(("case", "prefill", "decode"), ALL, ids=IDS)
 def test_prompts_go_on_from_snapshots(case: str, prefill: int, decode: int, tmp_path: Path) -> None:
-    """Also where one of them is forked, for two choices."""
+    """Some prompts are forked, for two choices."""
     settings = save(case, prefill, decode, tmp_path)
     oracle, prompt = load_oracle(tmp_path), random_prompt(150, 1)
     turn = prompt + greedy(oracle, prompt, OUTPUT) + random_prompt(20, 2)

@@ -47,7 +47,7 @@ class Room:
 
 
 class Crowded(LocalProcesses):
-    """Processes on a host with so much room. barred: none of its gateway's may start."""
+    """Processes on a host with so much room. barred: none of its gateway's processes may start."""
 
     def __init__(self, room: Room, *, barred: bool = False) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def config(model: Path, name: str, **more: object) -> ClusterConfig:
 
 @contextmanager
 def running(config: ClusterConfig, processes: LocalProcesses) -> Iterator[tuple[Cluster, threading.Thread]]:
-    """A cluster as `tandem up` runs it, and the thread that ends with it."""
+    """Runs a cluster as `tandem up` does, with the thread that ends with it."""
     cluster = Cluster(config, processes)
     cluster.start()
     offer = Offer(config.name, cluster)
@@ -119,7 +119,7 @@ class Traffic:
             self.answered += 1
 
     def go_on(self) -> None:
-        """Returns when there have been more answers, or raises what a client got."""
+        """Returns when there have been more answers, or raises a client's error."""
         before = self.answered
         until(lambda: self.answered > before + len(PROMPTS) or any(one.done() for one in self._sent))
         for one in self._sent:
@@ -177,7 +177,7 @@ def test_a_cluster_that_does_not_run_cannot_be_replaced() -> None:
 
 @contextmanager
 def command(model: Path, name: str, *options: str) -> Iterator[subprocess.Popen[str]]:
-    """`tandem up` of a small cluster that gives its calls no time when it ends."""
+    """Runs `tandem up` of a small cluster that gives its calls no time when it ends."""
     settings = (f"name={name}", "cache.num_pages=64", "ray.num_cpus=2", "recovery.drain_seconds=0")
     line = [sys.executable, "-m", "tandem.cluster.cli", "up", str(DEPLOYED), "--model", str(model), "--grpc-port", "0"]
     line += [part for setting in settings for part in ("--set", setting)]
@@ -194,7 +194,7 @@ def command(model: Path, name: str, *options: str) -> Iterator[subprocess.Popen[
 
 
 def ready(process: subprocess.Popen[str]) -> str:
-    """HOST:PORT of its gateway."""
+    """Returns HOST:PORT of its gateway."""
     assert process.stdout is not None
     found = re.match(r"ready grpc=(\S+:\d+)", process.stdout.readline())
     assert found, process.communicate(timeout=60)[1]

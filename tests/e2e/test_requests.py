@@ -119,7 +119,7 @@ def test_seed_decides_whoever_is_beside(island: Island) -> None:
 
 
 def test_logprobs(island: Island, folder: Path) -> None:
-    """Against transformers' logits for the same tokens, the first one from the prefill worker included."""
+    """Transformers' logits for the same tokens are the reference, for the prefill worker's first token, too."""
     prompt = random_prompt(20, 3, 500)
     updates = complete(island.address, prompt, max_tokens=6, logprobs=3, **GREEDY)
     entries = [entry for update in updates for entry in update.logprobs]
@@ -202,7 +202,7 @@ def test_request_id_in_use(island: Island) -> None:
 
 
 def test_request_id_may_be_used_again(island: Island) -> None:
-    """Also after a request that the gateway ended, at a stop string, and one whose client went away."""
+    """This holds after a request that the gateway ended, at a stop string, and one whose client went away."""
     whole = complete(island.address, PROMPT, max_tokens=40, **GREEDY)
     stop = text_of(whole)[11:14]
     for _ in range(2):
@@ -263,7 +263,7 @@ def test_a_pool_that_holds_one_request_serves_them_one_after_another(folder: Pat
 
 
 def test_clients_that_wait_take_turns(folder: Path) -> None:
-    """One client's six requests are there first; another's only one does not wait for all of them."""
+    """One client's six requests are there first; another client's only request does not wait for all of them."""
     order: list[str] = []
 
     async def one(stub: inference_pb2_grpc.InferenceStub, client: str, seed: int) -> None:

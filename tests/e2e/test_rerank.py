@@ -39,7 +39,7 @@ def scores_of(body: dict[str, Any]) -> list[float]:
 @pytest.mark.gate("/v1/score")
 @pytest.mark.parametrize("path", ["/v1/score", "/score"])
 def test_scores_are_probabilities_of_yes(island: Island, oracle: EmbeddingOracle, path: str) -> None:
-    """The second time the template and the query lie there as a prefix."""
+    """The second time the template and the query are found as a prefix."""
     expected = [oracle.score(QUERY, one) for one in DOCUMENTS]
     assert max(expected) - min(expected) > 0.01
     bodies = [answer(island.http, path, text_1=QUERY, text_2=DOCUMENTS) for _ in range(2)]

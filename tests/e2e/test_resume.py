@@ -191,7 +191,7 @@ def test_what_cannot_be_resumed(stub: inference_pb2_grpc.InferenceStub, change: 
 
 
 def test_the_client_asks_for_what_it_lacks() -> None:
-    """The gateway breaks off twice; each time the client says what it has, and asks the same again."""
+    """The gateway breaks off twice. Each time the client sends the tokens that it has, and asks again."""
     gateway = FakeGateway(fails=(grpc.StatusCode.UNAVAILABLE, "gone"))
 
     def recover() -> None:
@@ -214,7 +214,8 @@ def test_the_client_asks_for_what_it_lacks() -> None:
 
 
 class ScoringGateway(FakeGateway):
-    """Breaks off the first call behind two of three entries, the second behind all, and the third behind a token."""
+    """A gateway that breaks off the first call after two of three entries, the second after all, and the third after a
+    token."""
 
     def Generate(
         self, request: inference_pb2.GenerateRequest, context: grpc.ServicerContext
@@ -245,7 +246,7 @@ def test_log_probabilities_of_a_prompt_that_come_again_are_dropped() -> None:
 
 
 class CrowdedGateway(FakeGateway):
-    """Breaks off the first call, and has no room for the next ones."""
+    """A gateway that breaks off the first call, and has no room for the next ones."""
 
     def Generate(
         self, request: inference_pb2.GenerateRequest, context: grpc.ServicerContext

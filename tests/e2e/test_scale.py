@@ -57,7 +57,7 @@ def served(checkpoint: Path) -> Iterator[str]:
 
 
 def workers(address: str, island: str) -> list[tuple[inference_pb2.Role, int]]:
-    """(role, pid) of each PE, once they all answer in time: who does not has no pid."""
+    """Returns (role, pid) of each PE, once they all answer in time: a silent one has no pid."""
     found: list[inference_pb2.WorkerInfo] = []
 
     def all_answer() -> bool:
@@ -69,7 +69,7 @@ def workers(address: str, island: str) -> list[tuple[inference_pb2.Role, int]]:
 
 
 def tandem(*arguments: str) -> int:
-    """The command's exit code."""
+    """Runs the command, and returns its exit code."""
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     return int(ended.value.code or 0)
@@ -149,7 +149,7 @@ def test_refusals_name_what_is_wrong(served: str, capsys: pytest.CaptureFixture[
 
 @pytest.mark.long
 def test_a_worker_that_dies_meanwhile_brings_the_old_shape_back(served: str, case: Case) -> None:
-    """It hangs, so that the change waits for it, and is killed then."""
+    """The worker hangs, so that the change waits for it, and then it is killed."""
     ((_, first), (_, second)) = workers(served, "c-0")
     os.kill(second, signal.SIGSTOP)
     with ThreadPoolExecutor(1) as pool, Client(served) as client:

@@ -1,4 +1,4 @@
-"""Requests that slide give, token for token, what StreamingLLM over transformers gives, through both doors."""
+"""Sliding requests give StreamingLLM's tokens over transformers, through gRPC and HTTP."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -45,7 +45,7 @@ def expected(small_model: Path) -> list[list[int]]:
 
 
 def test_answers_go_beyond_the_context(island: Island, expected: list[list[int]]) -> None:
-    """All at once over gRPC, of which 2 decode workers have several each; the same prompts again find prefixes."""
+    """All come at once over gRPC, several for each of 2 decode workers; the same prompts again find prefixes."""
     send = partial(complete_all_updates, island.address, PROMPTS, max_tokens=OUTPUT, sliding=SLIDING, **GREEDY)
     for again in (False, True):
         updates = send()
@@ -77,7 +77,7 @@ def test_several_answers_and_prompts_slide_each_by_itself(island: Island, expect
 
 
 def test_a_window_that_nothing_leaves_changes_nothing(island: Island, small_model: Path) -> None:
-    """Beside a request without one."""
+    """A request without a window runs at the same time."""
     plain = greedy(load_oracle(small_model), PROMPTS[3], 30)
     for sliding in ({}, {"sliding": {"window": 60, "sinks": 4}}):
         assert tokens_of(complete(island.address, PROMPTS[3], max_tokens=30, **sliding, **GREEDY)) == plain

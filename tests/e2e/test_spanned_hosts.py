@@ -1,4 +1,4 @@
-"""Islands whose workers stand on two hosts: joined by NIXL, or with ranks, which share a host."""
+"""Islands whose workers are on two hosts: joined by NIXL, or with ranks, which share a host."""
 
 from importlib.util import find_spec
 from pathlib import Path

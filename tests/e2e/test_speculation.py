@@ -1,4 +1,4 @@
-"""Speculation changes no output: drafters that are right, wrong, both or broken, through both doors."""
+"""Speculation changes no output, with drafters that are right, wrong, both or broken, through gRPC and HTTP."""
 
 import random
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ def plain(small_model: Path) -> Iterator[Island]:
 
 
 def counts(island: Island) -> tuple[int, int, int]:
-    """Tokens drafted, accepted, and decoded by the decode worker."""
+    """Returns the tokens drafted, accepted, and decoded by the decode worker."""
     worker = island.workers[-1]
     loop = worker._loop
     assert loop is not None
@@ -91,7 +91,7 @@ def test_prompt_lookup_finds_what_repeats(island: Island, small_model: Path) -> 
 
 
 def sampled(draws: random.Random) -> dict[str, Any]:
-    """One request over HTTP with parameters of many kinds."""
+    """Makes a request over HTTP with parameters of many kinds."""
     body: dict[str, Any] = {
         "prompt": random_prompt(6, seed=draws.randrange(99)) * draws.randrange(1, 4),
         "max_tokens": draws.randrange(1, 60),
@@ -112,7 +112,7 @@ def sampled(draws: random.Random) -> dict[str, Any]:
 
 
 def test_http_answers_are_those_without_speculation(island: Island, plain: Island) -> None:
-    """Tokens, log-probabilities and how each answer ends, of all sampling parameters."""
+    """Tokens, log-probabilities and ends of answers are compared, for all sampling parameters."""
     draws, before = random.Random(11), counts(island)
     for _ in range(20):
         body = sampled(draws)
@@ -146,12 +146,12 @@ RULES = {"min_tokens", "logit_bias", "bad_words_ids", "presence_penalty", "allow
 
 
 def outcome(choice: dict[str, Any]) -> dict[str, Any]:
-    """Without numbers, which differ in their last digits."""
+    """Returns the choice without numbers, which differ in their last digits."""
     return {name: choice[name] for name in ("index", "text", "token_ids", "finish_reason", "stop_reason")}
 
 
 def numbers(value: Any) -> list[float]:
-    """All numbers within, in order."""
+    """Returns all numbers within, in order."""
     if isinstance(value, dict | list):
         return [one for held in (value.values() if isinstance(value, dict) else value) for one in numbers(held)]
     return [value] if isinstance(value, float) else []
@@ -204,7 +204,7 @@ def test_a_draft_model_drafts(small_model: Path, outputs: list[list[int]], plain
     "case", ["deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_next-options", "qwen3_5", "qwen3_5-tied", "qwen3_5_moe"]
 )
 def test_a_layer_of_the_checkpoint_drafts(tmp_path: Path, case: str) -> None:
-    """Multi-token prediction over both roles; a random layer is seldom right."""
+    """Multi-token prediction drafts over both roles; a random layer is seldom right."""
     model = save_mtp(tmp_path / "model", case)
     due = greedy_all(load_oracle(model), PROMPTS, NUM_TOKENS)
     with running_island(model, {"speculation.method": "mtp", "speculation.tokens": 4}) as island:

@@ -37,7 +37,8 @@ def workers_of(island: Island) -> list[inference_pb2.WorkerInfo]:
 
 
 def test_prompts_go_on_from_the_last_snapshot_that_is_theirs(tmp_path: Path) -> None:
-    """Each 32 positions, and at the last full page of a prompt and of an output. Beside that the KV is known, too."""
+    """Snapshots come each 32 positions, and at the last full page of a prompt and of an output. The KV in between is
+    known, too."""
     folder = save_checkpoint("qwen3_next", tmp_path)
     oracle, prompt = load_oracle(folder), random_prompt(150, 1)
     turn = prompt + greedy(oracle, prompt, OUTPUT) + random_prompt(20, 2)
@@ -82,7 +83,7 @@ def test_requests_that_move_go_on_from_a_snapshot(tmp_path: Path, monkeypatch: p
 @pytest.mark.long
 @pytest.mark.parametrize(("share", "most"), [(0.0, 0), (0.001, 1), (0.1, 2)])
 def test_few_pages_for_snapshots(share: float, most: int, tmp_path: Path) -> None:
-    """They give way to others, and what is gone is computed again. most: beside a page for each sequence."""
+    """Snapshots are evicted, and lost states are computed again. most: besides a page for each sequence."""
     folder = save_checkpoint("qwen3_5", tmp_path)
     shared = random_prompt(70, 1)
     prompts = [shared[: 10 + 9 * number] + random_prompt(40, number) for number in range(7)] * 2
@@ -100,7 +101,7 @@ def test_few_pages_for_snapshots(share: float, most: int, tmp_path: Path) -> Non
 @pytest.mark.gate("mixed")
 @pytest.mark.parametrize("right", [1.0, 0.7, 0.0], ids=["right", "mixed", "wrong"])
 def test_drafts_are_taken_out_of_states(right: float, tmp_path: Path) -> None:
-    """Whatever holds of them. What a drafted output leaves is a prefix for the next turn."""
+    """Any of the drafts may hold. A drafted output leaves a prefix for the next turn."""
     folder = save_checkpoint("qwen3_5", tmp_path)
     oracle, prompts = load_oracle(folder), [random_prompt(30 + 17 * number, number) for number in range(2)]
     expected = greedy_all(oracle, prompts, 24)
@@ -153,7 +154,7 @@ def test_a_model_drafts_beside_states(roles: str, tmp_path: Path) -> None:
 def test_a_layer_of_the_checkpoint_drafts_beside_states(
     arch: str, roles: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Most of its drafts hold. Requests are cancelled beside, or move, and what was drafted is a prefix."""
+    """Most of its drafts hold. Requests are cancelled meanwhile, or move, and drafted output is a prefix."""
     settings: dict[str, Any] = {"scheduler.roles": roles, "speculation.method": "mtp", **SETTINGS}
     if roles == "adaptive":
         move_back_and_forth(2, monkeypatch)

@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def oracle(folder: Path) -> Any:
-    """The encoder is wider than the decoder, as in 9b-2b."""
+    """Makes an encoder that is wider than the decoder, as in 9b-2b."""
     return save_t5gemma(folder, encoder={"hidden_size": 96, "head_dim": 24, "num_hidden_layers": 3})
 
 
@@ -51,7 +51,7 @@ def test_prompts_of_unlike_lengths_at_once(island: Island, oracle: Any) -> None:
 
 @pytest.mark.parametrize("length", [1, 9, 70])
 def test_the_decoder_begins_with_its_prompt(island: Island, oracle: Any, length: int) -> None:
-    """The longest comes in chunks; that of the first begins with decoder_start_token_id itself."""
+    """The longest prompt comes in chunks; the first one begins with decoder_start_token_id itself."""
     encoder, decoder = random_prompt(40, seed=3), random_prompt(length, seed=4)
     expected = greedy_behind(oracle, encoder, COUNT, decoder)
     given = [1, *decoder] if length == 1 else decoder

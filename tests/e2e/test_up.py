@@ -65,7 +65,8 @@ class Up:
 def up(
     model: Path, *settings: str, address: str | None = None, environ: Mapping[str, str] = MappingProxyType({})
 ) -> Iterator[Up]:
-    """A cluster of its own name that is ready; address: of the Ray that it joins, and then it has no HTTP server."""
+    """Runs a cluster of its own name until it is ready. address: of the Ray that it joins; then it has no HTTP
+    server."""
     shm = lasting_names()
     command = [*TANDEM, "up", str(CONFIG), "--model", str(model), "--grpc-port", "0"]
     name = f"up-{os.getpid()}-{secrets.token_hex(3)}"  # one that a failed test leaves running is in nobody's way
@@ -89,7 +90,8 @@ def up(
 
 @pytest.fixture(scope="module")
 def running(small_model: Path) -> Iterator[Up]:
-    """One for all tests but its last, which ends it: to start a Ray takes long. Each part may be lost twice."""
+    """Runs one cluster for all tests but the last, which ends it, because starting a Ray takes long. Each part may be
+    lost twice."""
     with up(small_model, "recovery.max_restarts=2") as running:
         yield running
 
@@ -169,7 +171,7 @@ def test_a_name_that_is_taken(running: Up, small_model: Path, capsys: pytest.Cap
 
 @pytest.mark.long
 def test_what_dies_is_started_again_until_it_has_died_too_often(running: Up, small_model: Path) -> None:
-    """The last one that uses it."""
+    """This is the last test that uses the cluster."""
     with Client(running.address) as client:
         pids = [decode_worker(client)]
         pids += [one.pid for one in running.descendants if one.name().startswith("gateway.")]
@@ -253,7 +255,7 @@ def test_down_leaves_nothing(small_model: Path, manager: socket.socket) -> None:
 
 @pytest.fixture
 def long_model(small_model: Path, tmp_path: Path) -> Path:
-    """The small one with room for streams of a minute."""
+    """Makes the small model with room for streams of a minute."""
     folder = tmp_path / "long"
     shutil.copytree(small_model, folder)
     config = json.loads((folder / "config.json").read_text())
@@ -276,7 +278,7 @@ def test_kill_minus_nine_leaves_nothing(long_model: Path) -> None:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[str]]:
-    """The exit code of an `up`, and the lines on stderr that say what is wrong."""
+    """Returns the exit code of an `up`, and the error lines on stderr."""
     with pytest.raises(SystemExit) as ended:
         main(["up", str(CONFIG), *arguments])
     lines = capsys.readouterr().err.splitlines()

@@ -60,13 +60,13 @@ def digest_kv(
 
 
 def _group_numbers(layout: KVLayout) -> list[int]:
-    """Of each group 0, or a number of its own where its layers stand in another, too."""
+    """Returns 0 for each group, or a number of its own where its layers also stand in another group."""
     more = count(1)
     return [0 if group.kind.attended else next(more) for group in layout.groups]
 
 
 def _held_by(layout: KVLayout, index: int) -> list[HeldNumbers]:
-    """What this rank weighs of an entry of a group."""
+    """Returns the numbers of a group's entry that count in this rank's digest."""
     kind, shard = layout.groups[index].kind, layout.shard
     sharers = shard.size if kind.whole_on_ranks else kind.replicas
     count = kind.num_kv_heads * kind.head_dim

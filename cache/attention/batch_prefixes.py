@@ -11,7 +11,7 @@ from tandem.cache.plan.tables import TokenLayout
 
 
 class BatchPrefixes:
-    """Of one layer group; rule None: nothing is shared there.
+    """Finds the pages that rows of one layer group share. With rule None they share nothing.
 
     What was found stays true while the rows are the same and none of them has lost or exchanged a page: a row that
     grows gets pages of its own, and sequences that slide do not share.
@@ -28,7 +28,8 @@ class BatchPrefixes:
     def find(
         self, rows: Int64Array, seq_lens: Int32Array, able: NDArray[np.bool_] | None = None
     ) -> SharedPrefixes | None:
-        """What rows (int64 [B]) with one new token each share; the same array stands for the same sequences.
+        """Finds what rows (int64 [B]) with one new token each share. The same array must stand for the same sequences.
+        seq_lens: int32 [B], positions with the new token. able: bool [B], the rows that may share; None: all.
 
         seq_lens: int32 [B], positions with it. able: bool [B], the rows that may share; None: all.
         """

@@ -35,7 +35,7 @@ class _Group(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Of an entry."""
+        """The number of elements of an entry."""
         return self.pool.shape[5]
 
 
@@ -60,7 +60,8 @@ class _Kind:
 
 @dataclass(eq=False)
 class CompressedForward:
-    """Of the groups, plans and tokens of one forward. rotations: those of each group at given positions, int64 [n]."""
+    """The groups, plans and tokens of one forward. rotations: gives each group's rotation at given positions, int64
+    [n]."""
 
     groups: Sequence[GroupAttention]
     plans: Sequence[GroupPlan]

@@ -27,7 +27,7 @@ Rotate = Callable[[Tensor], Sequence[Rotation | None]]
 
 @dataclass(frozen=True, eq=False)
 class GroupTokens:
-    """Where the tokens of a forward stand in one layer group. slots: int32 [T], see NewTokens."""
+    """The places of a forward's tokens in one layer group. slots: int32 [T], see NewTokens."""
 
     pages: TokenPages
     slots: Tensor
@@ -35,8 +35,8 @@ class GroupTokens:
 
 @dataclass(eq=False)
 class TokenForward:
-    """Of T tokens. positions: int64 [T], preceding: int32 [T], see NewTokens. tokens: of each layer group. ends: of an
-    eager forward, by `every`, which tokens complete an entry, int64 [n]."""
+    """A forward of T tokens. positions: int64 [T], preceding: int32 [T], see NewTokens. tokens: one for each layer
+    group. ends: in an eager forward, the tokens that complete an entry, int64 [n], by `every`."""
 
     groups: Sequence[GroupAttention]
     plans: Sequence[GroupPlan]
@@ -60,7 +60,7 @@ class TokenForward:
         positions: Tensor,
         rotations: Rotate,
     ) -> "TokenForward":
-        """Of a step in graph buffers, whose rows are sequences of their own."""
+        """Makes the tokens of a step in graph buffers, where each row is a sequence of its own."""
         preceding = tables[0].preceding
         if preceding is None:
             preceding = torch.zeros_like(positions, dtype=torch.int32)
@@ -71,7 +71,7 @@ class TokenForward:
     def of_forward(
         cls, groups: Sequence[GroupAttention], plans: Sequence[GroupPlan], tokens: TokenLayout, rotations: Rotate
     ) -> "TokenForward":
-        """Of an eager forward without token trees."""
+        """Makes the tokens of an eager forward without token trees."""
         device, positions = groups[0].site.device, tokens.positions.astype(np.int64)
         preceding = (tokens.positions - tokens.positions[tokens.qo_indptr[tokens.owners]]).astype(np.int32)
         rates = sorted({group.table.every for group in groups} - {1})
@@ -139,7 +139,8 @@ class TokenForward:
         check_compression(x, num_tokens, every, width, [self._pool(group) for group in made])
 
     def _entries(self, group: int, place: int) -> tuple[tuple[Tensor, int, TokenPages], int, int]:
-        """What kernels read of a group of entries; how many positions each has; and the most of one sequence."""
+        """Returns what kernels read of a group of entries, the number of positions of an entry, and the most entries of
+        a sequence."""
         table = self.groups[group].table
         most = table.pages.shape[1] * table.page_size
         if self.ends is not None:  # eager: as many as there are

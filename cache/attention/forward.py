@@ -40,12 +40,12 @@ Parents = Sequence[int] | Int64Array
 
 
 class LayerIndex(NamedTuple):
-    """Where the layers of a model keep K and V.
+    """The group of each layer of a model, and the layer's index in it.
 
-    places: of each layer its group, and its index there; a reader has those of the layer that it reads. readers: of
-    each layer that stores nothing the one that it reads. index_keys: of each layer with those their group, and its
-    index there. beside: of each group that stands beside others its layers, and the index of each there. given: the
-    layers that keep an encoder's entries. compressed: of each layer with compressed KV the groups that hold it.
+    places: for each layer its group and its index there; a reader has those of the layer that it reads. readers: for
+    each layer that stores nothing, the layer that it reads. index_keys: for each layer with index keys, their group and
+    its index there. beside: for each group that stands next to others, its layers and the index of each. given: the
+    layers that keep an encoder's entries. compressed: for each layer with compressed KV, the groups that hold it.
     """
 
     places: Mapping[int, tuple[int, int]]
@@ -151,7 +151,7 @@ class Attention:
         return self.run(layer, QKV(q, k, v, sinks, norm, out))
 
     def run(self, layer: int, x: Any) -> Tensor:
-        """As attend(), of a layer of any kind that needs no call of its own. x: see ServedKind.takes."""
+        """Runs a layer of any kind that needs no call of its own, like attend(). x: see ServedKind.takes."""
         group, plan, index = self._find(layer)
         kind = group.kind
         if type(x) is not kind.takes or kind.needs_call:
@@ -181,7 +181,8 @@ class Attention:
     def attend_latents(
         self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections, choice: Index | None = None
     ) -> Tensor:
-        """As attend(), of a layer that keeps latents, see tandem.cache.plan.latent: o [T, num_heads, value_dim].
+        """Attends like attend(), in a layer that keeps latents (tandem.cache.plan.latent). Returns o [T, num_heads,
+        value_dim].
 
         q [T, num_heads, key_dim + rotated] and keys [T, rotated] are not rotated yet; with latents [T, rank]
         they may be overwritten. Chooses for each sequence whether to absorb `up` or to expand what is stored.
@@ -202,7 +203,8 @@ class Attention:
     def attend_shared(
         self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor, compression: Compression | None = None
     ) -> Tensor:
-        """As attend(), of a layer whose K and V are the same numbers of one head: o [T, num_heads, head_dim].
+        """Attends like attend(), in a layer whose K and V are the same numbers of one head. Returns o [T, num_heads,
+        head_dim].
 
         q [T, num_heads, head_dim] and kv [T, 1, head_dim] are not rotated; sinks are as for attend(). RoPE rotates the
         last numbers of a head, neighbours as one pair, and o is rotated back.
@@ -247,7 +249,8 @@ class Attention:
         return self.by_token.attend(of, group, (index, inputs, entries, keys), x, compression)
 
     def _choose(self, layer: int, choice: Index | None) -> Tensor | None:
-        """What a layer's queries attend to, see Latents: a layer without index keys takes what the one before took."""
+        """Returns the positions that a layer's queries attend to, see Latents. A layer without index keys takes those
+        of the layer before it."""
         if choice is None and layer in self.layers.index_keys:
             raise InvalidArgument(f"choice is None; layer {layer} has index keys, by which its queries must choose")
         if choice is not None and layer not in self.layers.index_keys:
@@ -299,14 +302,14 @@ class Attention:
         norm: HeadNorm | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """As attend(), without k and v: attends to what `layer` has stored in this forward and before, or, of a reader
-        of the layout, the layer that it reads. Stores nothing, and may be called any number of times."""
+        """Attends like attend(), but without k and v, to what `layer` has stored in this forward and before. A reader
+        attends to what the layer that it reads has stored. Stores nothing, and may be called any number of times."""
         x = Query(q, sinks, norm, out)
         group, plan, index = self._find_stored(layer, x)
         return group.read(plan, index, x)
 
     def read_part(self, layer: int, q: Tensor, *, causal: bool = True) -> Part:
-        """As read(), with the log-sum-exp of the scores, for merge().
+        """Attends like read(), and also returns the log-sum-exp of the scores, for merge().
 
         causal: False: each token sees all positions of its sequence, also those behind its own; only in layers that
         keep all. InvalidArgument for sequences that slide or have an open token tree.
@@ -327,8 +330,8 @@ class Attention:
         return group.backend.read_part(self._reads[key], index, rotated)
 
     def step_pages(self, layers: range) -> StepPages | None:
-        """For a decode megakernel, which then computes these layers; None where each layer must call attend(), as where
-        they do not stand one behind the other in one group."""
+        """Returns the pages for a decode megakernel, which then computes these layers. None where each layer must call
+        attend(), for example where the layers are not consecutive in one group."""
         group, first = self.layers.places[layers[0]]
         if self.layers.readers or not self.plans[group].captured:
             return None
@@ -397,4 +400,4 @@ class Attention:
 
 
 NO_ATTENTION = Attention((), (), LayerIndex({}, {}, {}, {}), None)
-"""Of a forward in graph buffers, whose layers the graph computes."""
+"""The attention of a forward in graph buffers, whose layers the graph computes."""

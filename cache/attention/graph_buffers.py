@@ -90,8 +90,9 @@ class GraphBuffers:
     def attention(
         self, *, by_layers: bool = False, shift: Callable[[], Tensor] | None = None, fetched: bool = False
     ) -> Attention:
-        """Of the forward that was filled in last when it runs. On the device this fetches its arrays, and computes the
-        rotation of its positions. by_layers: each layer will call attend(), whatever step_pages() could do.
+        """Returns the attention of the forward that was filled in last when it runs. On the device this fetches its
+        arrays, and computes the rotation of its positions. by_layers: each layer will call attend(), whatever
+        step_pages() could do.
 
         shift: called once the arrays are there; int32 [size], how many positions earlier than they say each row of a
         verify step or of a chain stands, 0 for padding. See shifts_rows. fetched: the arrays are in their
@@ -200,7 +201,7 @@ class GraphBuffers:
         self._arrays.prepare(arrays)
 
     def send(self, inputs: Sequence[Int64Array] = ()) -> None:
-        """What was prepared, but with these first inputs, is the forward that the next replay computes."""
+        """Makes the prepared forward, with these first inputs, the one that the next replay computes."""
         self._arrays.put(1, inputs)
         self._arrays.send()
 
@@ -296,7 +297,7 @@ def _group_sizes(limits: Limits, span: Span, max_pages: int) -> list[int]:
 
 
 def _device_tables(arrays: Sequence[Tensor], limits: Limits, span: Span) -> DeviceTables:
-    """Of one group, in the order of _group_sizes()."""
+    """Makes one group's tables from arrays in the order of _group_sizes()."""
     kept, rest = (arrays[-1], arrays[:-1]) if span.last else (None, arrays)
     four, fifth = rest[:4], rest[4] if len(rest) > 4 else None
     if limits.sliding:

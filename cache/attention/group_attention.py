@@ -27,7 +27,7 @@ from tandem.cache.plan.tables import NO_WRITES, PageTables, Send, StateWrites, T
 
 @dataclass(eq=False)
 class GroupAttention:
-    """Of the group at `site`, whose layers keep entries of `kind`."""
+    """Attention in the group at `site`, whose layers keep entries of `kind`."""
 
     kind: ServedKind
     site: Site
@@ -125,7 +125,7 @@ class GroupAttention:
         self.backend.store_kv(plan, layer, k, v, partial(self._appended, plan, layer) if hooked else None)
 
     def appended(self, plan: GroupPlan, layer: int, k: Tensor, v: Tensor | None) -> None:
-        """Of entries that a kernel of several groups has stored: pushes what the plan sends, as run() does."""
+        """Pushes what the plan sends, as run() does, after a kernel for several groups has stored the entries."""
         if plan.sends or plan.stored is not None:
             self._appended(plan, layer, k, v)
 
@@ -164,6 +164,6 @@ class GroupAttention:
                 self.writer.write_slots(send.target_pe, self.group, send.source_slots, send.target_slots, stages)
 
     def gather(self, layers: Sequence[int], row: int, indices: Int64Array) -> list[tuple[Tensor, Tensor]]:
-        """What read_slots() gives of each of `layers` at `indices` (int64 [n]) of a row."""
+        """Reads the slots of `indices` (int64 [n]) of a row in each of `layers`, see read_slots()."""
         slots = self.table.slots(row, indices)
         return [self.backend.read_slots(layer, slots) for layer in layers]

@@ -18,7 +18,7 @@ LayerGroups = list[GroupAttention]
 
 
 def heads_of_groups(heads: Heads, layout: KVLayout) -> list[Heads]:
-    """For each group of a layout. InvalidArgument unless a cache of it can have them."""
+    """Returns the heads of each group of a layout. InvalidArgument unless a cache of that layout can have them."""
     latents = [kind_of(group).of_latents for group in layout.groups]
     heads.check(of_latents=any(latents))
     plain = Heads(heads.scale, heads.softcap, None)

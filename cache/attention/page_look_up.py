@@ -38,8 +38,8 @@ class PageLookUp:
         self._native = None if library is None else _NativeLookUp(library, table, self._chunk_pages)
 
     def look_up(self, rows: Int64Array, tokens: TokenLayout, shared: SharedPrefixes | None = None) -> PageTables:
-        """As look_up_pages of rows (int64 [B], B ≥ 1), those of the sequences that have grown by `tokens`. With chunks
-        the tokens of each are those of one chunk, see split_by_chunks."""
+        """Looks up the pages of rows (int64 [B], B ≥ 1), see look_up_pages. `tokens` is what their sequences have grown
+        by. In a group with chunks, the tokens of each row are in one chunk, see split_by_chunks."""
         if self._native is not None:
             return self._native.look_up(rows, tokens, shared)
         table, begins = self._table, self._table.begins[rows]
@@ -61,7 +61,7 @@ class PageLookUp:
 
 
 class _NativeLookUp:
-    """As PageLookUp, of whose table it reads the pages and begins where they stand."""
+    """Does what PageLookUp does in C code, which reads the table's pages and begins in place."""
 
     def __init__(self, library: ctypes.PyDLL, table: GroupTable, chunk_pages: int) -> None:
         width, page_size = table.pages.shape[1], table.page_size

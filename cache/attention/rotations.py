@@ -47,7 +47,7 @@ class Rotations:
         self.of_indices = self._to_groups([None if one is None else one.of_indices for one in self._embeddings])
 
     def at(self, positions: Tensor) -> list[Rotation | None]:
-        """Per group the rotation of positions, int64 [T] on any device; not by_length."""
+        """Returns each group's rotation at positions, int64 [T] on any device; not by_length."""
         return self._to_groups([None if one is None else one.rotation(positions) for one in self._embeddings])
 
     def locate(self, tokens: TokenLayout) -> Tensor:
@@ -60,7 +60,7 @@ class Rotations:
         rope_lengths: Int64Array | None,
         unrotated: NDArray[np.bool_] | None = None,
     ) -> list[Rotation | None]:
-        """Per group the rotation of a forward's tokens; see Batch for rope_lengths.
+        """Returns each group's rotation of a forward's tokens. rope_lengths: see Batch.
 
         unrotated: bool [T], the tokens that are left as they are; not by_length. None: none are.
         """

@@ -23,7 +23,7 @@ from tandem.cache.plan.tables import TokenLayout
 
 
 class SlidingSequences:
-    """What makes rows of `table` slide; see SlidingTable for how they are stored."""
+    """Makes rows of `table` slide. SlidingTable describes how they are stored."""
 
     def __init__(self, table: SequenceTable, rotations: Rotations, spans: Sequence[Span]) -> None:
         """spans: of the layer groups. They count positions of the text, whatever has been evicted."""
@@ -127,7 +127,8 @@ class SlidingSequences:
     def plan(
         self, rows: Int64Array, tokens: TokenLayout, rope_lengths: Int64Array | None
     ) -> tuple[list[Rotation | None], list[SlidingParts | None]]:
-        """Per group the rotation of a forward's tokens, without those of sliding sequences, and these sequences."""
+        """Returns for each group the rotation of a forward's tokens, without those of sliding sequences, and the parts
+        of these sequences."""
         table = self._table
         if table.sliding.count == 0 or not (slides := table.sliding.windows[rows] > 0).any():
             return self._rotations.plan(tokens, rope_lengths), self._no_parts
@@ -144,7 +145,8 @@ class SlidingSequences:
         return rotations, parts
 
     def locate(self, rows: Int64Array, tokens: TokenLayout) -> Tensor:
-        """As Rotations.locate; of a sequence that slides, where each token stands among what is left."""
+        """Locates tokens like Rotations.locate. A token of a sliding sequence stands at its index among the positions
+        kept."""
         if self._table.sliding.count == 0:
             return self._rotations.locate(tokens)
         holes, sinks = self._table.sliding.holes[rows][tokens.owners], self._table.sliding.sinks[rows][tokens.owners]
@@ -152,7 +154,7 @@ class SlidingSequences:
         return upload([positions - np.where(positions >= sinks, holes, 0)], self._rotations.device)[0]
 
     def rows(self, rows: Int64Array) -> SlidingRows:
-        """Where rows stand, with what a forward has appended; those that do not slide, too."""
+        """Returns the standing of rows, sliding or not, including what a forward has appended."""
         return self._table.sliding.rows(rows, self._table.lengths[rows], self._rotations.max_positions)
 
     def _plan_part(
@@ -164,7 +166,7 @@ class SlidingSequences:
         rotation: Rotation | None,
         span: Span,
     ) -> SlidingPart:
-        """Of the sequences `which` (int64 [N]) of a forward, whose rows these are."""
+        """Plans the part of the sequences `which` (int64 [N]) of a forward with these rows."""
         table, begins, ways = self._table, tokens.qo_indptr[which].astype(np.int64), self.rows(rows)
         counts = tokens.qo_indptr[which + 1] - begins
         bounds, slots = look_up.sliding_slots(rows, table.lengths, table.sliding)

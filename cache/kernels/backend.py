@@ -1,4 +1,4 @@
-"""What backends of one kind of entries do alike: the order of a layer's work."""
+"""The order of a layer's work, for the backends of one kind of entries."""
 
 from abc import abstractmethod
 from functools import partial
@@ -107,7 +107,7 @@ class AppendThenChoose(AttentionBackend[Index]):
     def append(
         self, layer: int, q: Tensor, still: Tensor, rotated: Tensor, rotation: Rotation | None, own: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """As LatentAppendThenAttend's, of index keys in two parts."""
+        """Does what LatentAppendThenAttend.append does, for index keys in two parts."""
 
     @abstractmethod
     def choose(self, layer: int, q: Tensor, weights: Tensor, own: Any) -> Tensor:

@@ -139,7 +139,7 @@ class GroupPlan(NamedTuple):
 
 
 NO_PLAN = GroupPlan(None, None)
-"""For a group that takes no part in a forward."""
+"""The plan of a group that takes no part in a forward."""
 
 
 class QKV(NamedTuple):
@@ -309,8 +309,8 @@ class GroupBuffers:
         raise NotImplementedError(f"{type(self).__name__} does not attend without appending")
 
     def step_pages(self, plan: GroupPlan, layers: range) -> StepPages | None:
-        """What a decode megakernel needs to replace run() of these layers; None if run() does more than causal
-        attention."""
+        """Returns what a decode megakernel needs to replace run() of these layers, or None if run() does more than
+        causal attention."""
         return None
 
 
@@ -364,7 +364,7 @@ class AttentionBackend(PageOperations, Generic[InputsT]):
         raise NotImplementedError(f"{type(self).__name__} does not store without attending")
 
     def read(self, plan: GroupPlan, layer: int, x: Query) -> Tensor:
-        """Like run(), but stores nothing: `layer` ran before and has stored K and V of the new tokens."""
+        """Attends like run(), but stores nothing: `layer` ran before and has stored K and V of the new tokens."""
         raise NotImplementedError(f"{type(self).__name__} does not attend without appending")
 
     def plan_read(self, tokens: TokenLayout, tables: PageTables, *, causal: bool) -> Any:
@@ -373,7 +373,7 @@ class AttentionBackend(PageOperations, Generic[InputsT]):
         raise NotImplementedError(f"{type(self).__name__} does not attend without appending")
 
     def read_part(self, own: Any, layer: int, q: Tensor) -> Part:
-        """Like read(), with a q that is already normed and rotated. own: from plan_read()."""
+        """Attends like read(), with a q that is already normed and rotated. own: from plan_read()."""
         raise NotImplementedError(f"{type(self).__name__} does not attend without appending")
 
 

@@ -1,4 +1,4 @@
-"""Which kernels serve a pool of K and V. Other kinds of state choose theirs: see tandem.cache.kinds."""
+"""Chooses the kernels for a pool of K and V. Other kinds of state choose theirs: see tandem.cache.kinds."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -19,7 +19,8 @@ from tandem.cache.kernels.torch.row_shift import shift_rows
 
 
 def _triton(pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None) -> AppendThenAttend | None:
-    """Of 16 bits on a GPU, for heads that FlashInfer has none for. InvalidArgument for sizes that it does not serve."""
+    """Makes Triton's kernels for 16 bits on a GPU, for heads that FlashInfer has no kernels for. InvalidArgument for
+    sizes that Triton's kernels do not serve."""
     dtype = pool.dtype if fp8 is None else fp8.dtype
     if pool.device.type != "cuda" or dtype == torch.float32 or pool.shape[5] in FLASHINFER_HEAD_DIMS:
         return None
@@ -30,7 +31,7 @@ def _triton(pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None) -> AppendThe
 
 
 def _flashinfer(pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None) -> AppendThenAttend | None:
-    """Of 16 bits on a GPU, also stored in 8."""
+    """Makes FlashInfer's kernels for 16 bits on a GPU, possibly stored in 8."""
     if pool.device.type != "cuda" or (pool.dtype if fp8 is None else fp8.dtype) == torch.float32:
         return None
     from tandem.cache.kernels.flashinfer.kernels import FlashInferKernels  # needs triton
@@ -39,7 +40,7 @@ def _flashinfer(pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None) -> Appen
 
 
 def _native(pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None) -> AppendThenAttend | None:
-    """Of float32 on a CPU where they can be built."""
+    """Makes native kernels for float32 on a CPU, where they can be built."""
     if pool.device.type != "cpu" or pool.dtype != torch.float32 or not NativeKernels.takes_head_dim(pool.shape[-1]):
         return None
     library = load_library(SOURCE)

@@ -53,7 +53,7 @@ def copy_all(targets: Int64Array, sources: Int64Array, sizes: Int64Array, stream
 def copy_rows(
     targets: Int64Array, sources: Int64Array, counts: Int32Array, pitch: int, width: int, stream: int
 ) -> None:
-    """As copy_all, in one batch, each copy of counts[i] rows of `width` bytes, which stand `pitch` bytes apart on both
+    """Copies like copy_all, in one batch. Copy i has counts[i] rows of `width` bytes, `pitch` bytes apart on both
     sides."""
     copies, failed = np.zeros((targets.size, WORDS_OF_ROWS), np.int64), ctypes.c_size_t(0)
     for operand, addresses in ((copies, sources), (copies[:, WORDS_OF_OPERAND:], targets)):

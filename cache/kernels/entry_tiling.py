@@ -9,8 +9,8 @@ MOST_BYTES = 1024  # of an entry: more do not fit on a multiprocessor
 
 
 class EntryTiling(NamedTuple):
-    """With more heads to a program, programs read less in all. With fewer there are more of them, so that few tokens
-    keep a GPU busy."""
+    """Work of a kernel's programs. Programs with more heads read less in all. With fewer heads there are more programs,
+    so that few tokens keep a GPU busy."""
 
     heads: int  # of a program
     entries: int  # read at once

@@ -48,7 +48,8 @@ class Fp8Entries:
         return (k.float() * k_factors).to(self.dtype), (v.float() * v_factors).to(self.dtype)
 
     def scale_queries(self, layer: int, q: Tensor) -> Tensor:
-        """What gives with entries of K the products that q [T, num_q_heads, head_dim] gives with K."""
+        """Scales q [T, num_q_heads, head_dim] so that its products with stored entries equal the products of q with
+        K."""
         return self._scaled(layer, 0, q)
 
     def scale_output(self, layer: int, o: Tensor) -> Tensor:

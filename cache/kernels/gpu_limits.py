@@ -1,5 +1,5 @@
-"""What the kernels that serve 16 bits on a GPU, FlashInfer's or Triton's, take of a layer group. Importing this needs
-no GPU."""
+"""The limits that kernels for 16 bits on a GPU, FlashInfer's or Triton's, set to a layer group. Importing this needs no
+GPU."""
 
 import torch
 

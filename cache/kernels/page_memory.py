@@ -17,7 +17,7 @@ def movable(tensor: Tensor) -> Tensor:
 
 
 class PageOperations(ABC):
-    """What moves the pages of one pool `[num_pages, layers, planes, num_kv_heads, page_size, elements]`."""
+    """Moves the pages of one pool `[num_pages, layers, planes, num_kv_heads, page_size, elements]`."""
 
     def __init__(self, pool: Tensor) -> None:
         self._words = movable(pool)
@@ -43,8 +43,8 @@ class PageOperations(ABC):
         self._pages.index_fill_(0, index, 0)
 
     def compute_again(self, sequence: int, count: int, source: int, target: int) -> None:
-        """Of a group that keeps states: page `target` gets the state behind the first `count` new tokens of a sequence
-        of the last forward with drafts, by its place in that. Page `source` has the state before them."""
+        """Gives page `target` the state after the first `count` new tokens of a sequence, in a group that keeps states.
+        `sequence` is its place in the last forward with drafts. Page `source` has the state before them."""
         raise NotImplementedError(f"{type(self).__name__} keeps no states")
 
     @abstractmethod

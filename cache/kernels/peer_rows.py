@@ -1,4 +1,4 @@
-"""Where in mapped pools of peers the append kernels store a forward's tokens."""
+"""Finds the rows in mapped pools of peers where the append kernels store a forward's tokens."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What layers keep as a recurrent state, and what they give to it."""
+"""The recurrent states that layers keep, and the inputs that update them."""
 
 import math
 from abc import ABC, abstractmethod
@@ -32,7 +32,7 @@ class StateShape(ABC):
     @property
     @abstractmethod
     def channel_parts(self) -> HeadParts:
-        """What a token gives to the convolution."""
+        """The heads that a token gives to the convolution, by their parts."""
 
     @property
     def channels(self) -> int:
@@ -46,7 +46,7 @@ class StateShape(ABC):
     @property
     @abstractmethod
     def output_dim(self) -> int:
-        """What a token reads from the state of one head."""
+        """The number of values that a token reads from the state of one head."""
 
     @property
     def heads(self) -> int:
@@ -59,7 +59,7 @@ class StateShape(ABC):
 
     @property
     def numbers(self) -> int:
-        """Of an entry: the tail [tail, channels], then the state."""
+        """The number of elements of an entry: the tail [tail, channels], then the state."""
         return self.tail * self.channels + math.prod(self.state)
 
     def sharers(self, shard: Shard) -> int:
@@ -82,7 +82,7 @@ class StateShape(ABC):
         return replace(self, **{few: serving, many: self.heads * shard.size})
 
     def held(self, parts: HeadParts, shard: Shard, sharers: int) -> Iterator[HeldNumbers]:
-        """Of a rank with this shape: where its numbers stand among those of all ranks, a run for each of `parts`."""
+        """Yields the numbers that a rank with this shape holds among those of all ranks, a run for each of `parts`."""
         begin = whole = 0
         for field, each in parts:
             count, ranks = getattr(self, field) * each, sharers if field == self.divisor[0] else 1
@@ -90,7 +90,7 @@ class StateShape(ABC):
             begin, whole = begin + count, whole + shard.size // ranks * count
 
     def held_of_entry(self, shard: Shard, sharers: int) -> Iterator[HeldNumbers]:
-        """As held(), of the numbers of an entry."""
+        """Yields the runs of an entry's numbers that a rank holds, see held()."""
         of_all = self.undivided(shard, sharers)
         for row in range(self.tail):
             for one in self.held(self.channel_parts, shard, sharers):
@@ -103,8 +103,8 @@ class StateShape(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaShape(StateShape):
-    """Of a gated delta rule (Yang et al., arXiv 2412.06464). A key head serves as many value heads as there are of them
-    for each. A token gives q, k and v of all heads."""
+    """The state of a gated delta rule (Yang et al., arXiv 2412.06464). Each key head serves value_heads / key_heads
+    value heads. A token gives q, k and v of all heads."""
 
     key_heads: int
     value_heads: int
@@ -130,7 +130,8 @@ class DeltaShape(StateShape):
 
 @dataclass(frozen=True, kw_only=True)
 class KdaShape(DeltaShape):
-    """Of Kimi Delta Attention (arXiv 2510.26692): as DeltaShape, but each row of a state has a decay of its own."""
+    """The state of Kimi Delta Attention (arXiv 2510.26692). It is a DeltaShape in which each row of a state has its own
+    decay."""
 
     @property
     def decays(self) -> tuple[int, ...]:
@@ -140,8 +141,8 @@ class KdaShape(DeltaShape):
 
 @dataclass(frozen=True, kw_only=True)
 class SsdShape(StateShape):
-    """Of Mamba-2, whose rule is state-space duality (Dao and Gu, arXiv 2405.21060). The heads of a group share B and C.
-    A token gives x of all heads, then B and C of all groups."""
+    """The state of Mamba-2, whose rule is state-space duality (Dao and Gu, arXiv 2405.21060). The heads of a group
+    share B and C. A token gives x of all heads, then B and C of all groups."""
 
     num_heads: int
     groups: int
@@ -166,7 +167,7 @@ class SsdShape(StateShape):
 
 
 class RecurrentInputs(NamedTuple):
-    """Of a state behind a causal convolution, for T new tokens.
+    """What T new tokens give to a state after a causal convolution.
 
     mixed: [T, channels], the heads as StateShape says, before the convolution. conv: [channels, taps], its weights in
     the dtype of `mixed`; the last tap is of the token itself. log_decay: float32 [T, *decays], at most 0. strength:
@@ -182,5 +183,5 @@ class RecurrentInputs(NamedTuple):
     skip: Tensor | None = None
 
     def of(self, rows: Tensor | slice) -> "RecurrentInputs":
-        """Those of some tokens."""
+        """Returns the inputs of some tokens."""
         return self._replace(mixed=self.mixed[rows], log_decay=self.log_decay[rows], strength=self.strength[rows])

@@ -45,7 +45,8 @@ class Scoring:
         return torch.cat((scores, column), -1).softmax(-1)[..., :-1]
 
     def attend_in_part(self, products: Tensor, values: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Of some of the keys that queries see: o [..., n, D] and the log-sum-exp of scores [..., n], float32.
+        """Attends to some of the keys that queries see. Returns o [..., n, D] and the log-sum-exp of scores [..., n],
+        float32.
 
         products: q · k, float32 [..., n, m], which may be overwritten; values: float32 [..., m, D].
         """

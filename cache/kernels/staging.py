@@ -34,7 +34,7 @@ class Staging(Protocol):
 
 
 class CopiedStaging:
-    """By a copy on the current stream. open() waits until the one before is done."""
+    """Sends arrays by a copy on the current stream. open() waits until the previous copy is done."""
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
@@ -102,7 +102,7 @@ def aligned(num_bytes: int) -> int:
 
 
 def _begins(sizes: Sequence[ArraySize]) -> list[int]:
-    """Where each array begins, in bytes, and where the last one ends."""
+    """Returns the byte at which each array begins, and the end of the last one."""
     lengths = [aligned(count * dtype.itemsize) for count, dtype in sizes]
     return [0, *np.cumsum(lengths).tolist()]
 

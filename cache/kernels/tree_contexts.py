@@ -1,4 +1,4 @@
-"""What new nodes of token trees see of the positions before their trees: with a window, deeper nodes see fewer."""
+"""The positions before a token tree that its new nodes see. With a window, deeper nodes see fewer."""
 
 from dataclasses import dataclass
 

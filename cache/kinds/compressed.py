@@ -41,7 +41,7 @@ class Beside(ServedKind):
 
     @property
     def part(self) -> str:
-        """Which of CompressedGroups these are, beside a group with K and V in one plane."""
+        """The role of this group next to a group with K and V in one plane: a field of CompressedGroups."""
         if self.keeps.every == 1:
             return "inputs"
         return "entries" if self.top_k is None else "keys"
@@ -100,7 +100,7 @@ class CompressedGroups(NamedTuple):
 
 
 def compressed_groups(layout: KVLayout) -> dict[int, CompressedGroups]:
-    """Of each layer with compressed KV the groups that hold it."""
+    """Returns for each layer with compressed KV the groups that hold it."""
     shared = {layer for group in layout.groups if kind_of(group).takes is SharedKV for layer in group.layers}
     found: dict[int, dict[str, int]] = {}
     for index, group in enumerate(layout.groups):

@@ -12,7 +12,7 @@ from tandem.cache.plan.spans import Given, Span
 
 @dataclass(frozen=True)
 class GivenKV(KV):
-    """As KV, but K is not rotated: Attention.store_given stores it, and read() attends to it. See Given."""
+    """K and V of an encoder. K is not rotated: Attention.store_given stores it, and read() attends to it. See Given."""
 
     keeps: Span = field(default=Given(), init=False)
 

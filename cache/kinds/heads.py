@@ -9,7 +9,7 @@ from tandem.cache.plan.latent import LatentHeads
 
 @dataclass(frozen=True)
 class Heads:
-    """Of the layers of a group, or of all groups; see PagedKVCache."""
+    """The attention heads of a group's layers, or of all groups; see PagedKVCache."""
 
     scale: float | None
     softcap: float | None

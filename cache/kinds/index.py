@@ -87,7 +87,7 @@ class IndexKeys(ServedKind):
 
 
 def index_keys(layout: KVLayout) -> dict[int, tuple[int, int]]:
-    """Of each layer with index keys, in order, their group and its index there."""
+    """Returns for each layer with index keys, in order, their group and the layer's index there."""
     return layout.index_of(lambda kind: isinstance(kind, IndexKeys))
 
 

@@ -1,4 +1,4 @@
-"""What a kind of state adds to its Kind: how the layers that keep it attend.
+"""The rules by which layers attend to a kind of state.
 
 A new kind is a file here, with its kernels, and a layout's groups name it. CONTRIBUTING.md has the steps.
 """
@@ -22,7 +22,7 @@ from tandem.cache.plan.layout import KVLayout
 
 @dataclass(eq=False)
 class Site:
-    """Where a kind is at work: group `index` of a cache, and what was chosen for it.
+    """The group of a cache at which a kind is used, and the choices made for it.
 
     kernels: makes backends of K and V. dtype: of what layers give. device: the pool's.
     """
@@ -59,7 +59,8 @@ class ServedKind(Kind):
 
     @abstractmethod
     def backend(self, site: Site) -> AttentionBackend[Any]:
-        """What stores the entries and attends to them. InvalidArgument where no kernels serve the site."""
+        """Makes the backend that stores the entries and attends to them. InvalidArgument where no kernels serve the
+        site."""
 
     @abstractmethod
     def check_inputs(self, num_tokens: int, x: Any, site: Site) -> None:

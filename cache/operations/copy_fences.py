@@ -1,4 +1,4 @@
-"""Where forwards and sends wait for copies between the pools and the store behind the prefix index."""
+"""Makes forwards and sends wait for copies between the pools and the store of evicted pages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ class CopyFences:
         return None
 
     def all_of(self, row: int) -> None:
-        """What is launched from now on reads pages of a row behind their copies."""
+        """Makes work launched from now on wait for the copies into a row's pages."""
         if self.pools.copies.pending:
             self.pools.copies.wait_until(int(self.table.arriving[row]))
 
@@ -61,7 +61,7 @@ class CopyFences:
             self.table.arriving[row] = max(copies.newest(group, ids) for group, ids in pages)
 
     def _written(self, rows: Int64Array, tokens: TokenLayout) -> list[Int32Array]:
-        """Of each layer group the pages of rows from where their new tokens begin."""
+        """Returns for each layer group the pages of rows that their new tokens write."""
         ends = tokens.seq_lens.astype(np.int64)
         begins, written = ends - np.diff(tokens.qo_indptr), []
         for group in self.table.groups:

@@ -134,7 +134,7 @@ class Growth:
         )
 
     def _lay_out_one_each(self, lengths: Int64Array) -> TokenLayout:
-        """As lay_out_tokens, of one token each."""
+        """Lays out one token for each sequence, as lay_out_tokens does."""
         last = self._one_each
         if last is None or last.owners.size != lengths.size:
             self._one_each = lay_out_tokens(lengths, np.ones_like(lengths))

@@ -1,15 +1,16 @@
-"""What a cache holds and has room for, as values."""
+"""Values that tell what a cache holds and has room for."""
 
 from typing import NamedTuple
 
 
 class SequenceState(NamedTuple):
-    """Of one sequence.
+    """The state of one sequence.
 
-    num_tokens: positions appended; a sliding window has evicted some of them. border: those of its encoder, padding
-    included; 0 without one. encoder_len: the same without padding. bytes_sent: of positions that forwards have sent or
-    were planned to send, without what the receiver's map skips; less again after a pop. num_fetched: of the prefix that
-    it began with, what a store copied back for it. num_lifted: of this, what a disk had.
+    num_tokens: positions appended; a sliding window has evicted some of them. border: positions of its encoder, padding
+    included; 0 without an encoder. encoder_len: positions of its encoder without padding. bytes_sent: bytes of
+    positions that forwards have sent or were planned to send, without what the receiver's map skips; less again after a
+    pop. num_fetched: positions of its first prefix that a store copied back. num_lifted: the part of num_fetched that
+    came from a disk.
     """
 
     num_tokens: int
@@ -70,7 +71,7 @@ class PageCounts(NamedTuple):
 
 
 class Room(NamedTuple):
-    """What one more sequence would take, per layer group.
+    """The pages that one more sequence would take, for each layer group.
 
     needed, free, total: pages. has_place: whether there are fewer than max_sequences.
     """

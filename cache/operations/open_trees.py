@@ -18,7 +18,8 @@ NO_NODES = np.empty(0, np.int64)
 
 
 class OpenTrees:
-    """Per sequence the parents of its nodes, which are its last positions. See PagedKVCache for what calls do."""
+    """The open token trees: for each sequence the parents of its nodes, which are its last positions. See PagedKVCache
+    for what calls do."""
 
     def __init__(self, table: SequenceTable, pages: SequencePages, marks: SendMarks, groups: LayerGroups) -> None:
         self._table, self._pages, self._marks = table, pages, marks
@@ -82,7 +83,8 @@ class OpenTrees:
         return lengths - np.fromiter((tree.size for tree in trees), np.int64, lengths.size)
 
     def put(self, trees: dict[int, Int64Array], seq_ids: tuple[int, ...], qo_indptr: np.ndarray) -> TokenTrees:
-        """These, at least one, are open from now on; how their new nodes are laid out in the forward of seq_ids."""
+        """Opens or extends these trees, at least one. Returns how their new nodes are laid out in the forward of
+        seq_ids."""
         self._parents.update(trees)
         there = np.array([index for index, sequence in enumerate(seq_ids) if sequence in trees])
         return lay_out_trees(there, [trees[seq_ids[index]] for index in there], qo_indptr)

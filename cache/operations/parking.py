@@ -12,8 +12,8 @@ from tandem.cache.store.parked_store import ParkedStore
 
 
 class ParkedRow(NamedTuple):
-    """What a sequence was. begins, counts: of each group, the page index of its first page with entries, and how many
-    pages have some."""
+    """The record of a parked sequence. begins, counts: for each group the page index of its first page with entries,
+    and the number of pages with entries."""
 
     length: int
     encoder_len: int
@@ -27,7 +27,7 @@ class ParkingCalls(Parts):
     it. Snapshots of its earlier states are not."""
 
     def keep_parked(self, store: ParkedStore) -> None:
-        """From now on park() copies sequences into the store."""
+        """Makes park() copy sequences into the store from now on."""
         self._parked, self._parked_rows = store, dict[int, ParkedRow]()
 
     def can_park(self, sequence: int) -> bool:
@@ -92,7 +92,7 @@ class ParkingCalls(Parts):
             self._parked_rows.pop(sequence, None)
 
     def _pages_in_use(self, row: int) -> PageIds:
-        """Of each group the pages with entries of a row; those behind them are only reserved."""
+        """Returns for each group the pages of a row that hold entries. Later pages are only reserved."""
         length = int(self._table.lengths[row])
         return tuple(group.held(row, 0, group.paging.num_pages(length)) for group in self._table.groups)
 

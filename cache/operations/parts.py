@@ -32,7 +32,7 @@ Ids = Sequence[int] | Int64Array
 
 
 class Parts:
-    """What a PagedKVCache is made of."""
+    """The parts of a PagedKVCache."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Parts:
         self._fences = CopyFences(layout, self._table, self._pools)
         self._parked: ParkedStore | None = None
         self._launched: Standing | None = None
-        """Of the sequences of the last forward; None where it took no note of its layers."""
+        """The sequences of the last forward. None where it took no note of its layers."""
 
     def _settled_row(self, sequence: int) -> int:
         """The row of a sequence that is not being received and has no open tree; else InvalidArgument."""

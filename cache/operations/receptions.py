@@ -19,11 +19,12 @@ from tandem.cache.plan.tables import slots_of
 
 @dataclass(eq=False)
 class Receptions:
-    """Who is being received, by sequence: a sequence may be removed meanwhile, and its pages drain.
+    """The receptions in progress, by sequence. A sequence may be removed before its reception ends. Then its pages
+    drain.
 
-    A remote write knows no stream of this process: what it wrote before work that was queued earlier has run would be
-    lost. So the last page, whose end is to be cleared, is not cleared when the writer learns of it, but in order with
-    the first forward that reads it.
+    A remote write is not ordered with this process's streams. Work queued earlier that runs later would overwrite it.
+    So the end of the last page is not cleared when the writer learns of the page, but in order with the first forward
+    that reads it.
     """
 
     table: SequenceTable
@@ -31,9 +32,9 @@ class Receptions:
     pools: PagePools
     sliding: SlidingSequences
     memory: Sequence[Tensor]
-    """Per layer group the pages, [num_pages, …, page_size, elements]."""
+    """For each layer group the pages, [num_pages, …, page_size, elements]."""
     incoming: dict[int, PageIds] = field(default_factory=dict)
-    """By sequence the pages that its writer may write into."""
+    """For each sequence the pages that its writer may write into."""
 
     def begin(self, sequence: int, length: int) -> PositionMap:
         """Grows a sequence by `length` ≥ 1 positions; where each of them goes. OutOfPages changes nothing."""

@@ -1,4 +1,5 @@
-"""What one forward sends: cached positions page to page, new ones token by token, for all marked sequences at once."""
+"""Plans what one forward sends for all marked sequences: cached positions page to page, new positions token by
+token."""
 
 from dataclasses import dataclass
 
@@ -14,17 +15,17 @@ from tandem.cache.plan.position_map import SKIP
 from tandem.cache.plan.tables import Send, TokenLayout
 
 Sends = list[tuple[Send, ...]]
-"""Per layer group."""
+"""The sends of each layer group."""
 NO_SLOTS = (np.empty(0, np.int32), np.empty(0, np.int32))
 
 
 @dataclass(frozen=True, eq=False)
 class _Due:
-    """What is due of m marked rows, int64 [m] each: entries begins … middles - 1 were cached before the forward,
+    """The entries due in m marked rows, int64 [m] each. Entries begins … middles - 1 were cached before the forward,
     middles … ends - 1 are new.
 
-    to_slots and to_tokens: from an entry to where its slots stand in the maps, and to its row among the packed new
-    entries, by adding.
+    to_slots and to_tokens: added to an entry, they give its place among the maps' slots and its row among the packed
+    new entries.
     """
 
     rows: Int64Array
@@ -62,7 +63,8 @@ def plan_sends(
 
 
 def _find_due(marks: SendMarks, table: SequenceTable, rows: Int64Array, firsts: Int32Array, lasts: Int32Array) -> _Due:
-    """Of entries of one position. firsts, lasts: int32 [m], tokens firsts[i] … lasts[i] - 1 are those of rows[i]."""
+    """Finds the due entries of one position. firsts, lasts: int32 [m]; tokens firsts[i] … lasts[i] - 1 belong to
+    rows[i]."""
     lengths = table.lengths[rows] + table.sliding.dropped[rows]
     cached, begins = lengths - (lasts - firsts), marks.planned[rows]
     ends = np.maximum(np.minimum(lengths, marks.ends[rows]), begins)
@@ -81,7 +83,7 @@ def _of_entries(due: _Due, every: int, marks: SendMarks, tokens: TokenLayout, ma
 
 
 def _plan_sends_to(pe: int, dues: dict[int, _Due], marks: SendMarks, table: SequenceTable) -> list[Send]:
-    """Per layer group. dues: of entries of so many positions."""
+    """Plans the sends of each layer group to one PE. dues: what is due, by the positions of an entry."""
     new = {every: _new_entries(due) for every, due in dues.items()}
     cached = {every: _cached_entries(due) for every, due in dues.items()}
     sends = []

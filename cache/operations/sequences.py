@@ -114,7 +114,7 @@ class SequenceCalls(Parts):
         self._pages.reserve(row, num_tokens, longest)
 
     def enable_sliding_window(self, sequence: int, window: int, sink: int, *, evict_after: bool = False) -> None:
-        """From now on a sequence keeps its first `sink` positions and the last window - sink, and may grow for ever
+        """Makes a sequence keep its first `sink` positions and the last window - sink, so that it may grow for ever
         (StreamingLLM).
 
         What is in excess is evicted before a forward appends, so that with what that appends `window` are there (more
@@ -206,9 +206,9 @@ class SequenceCalls(Parts):
         self._pages.publish(row, tokens, self._salt(row, tokens, salt))
 
     def keep_evicted(self, store: PageStore) -> None:
-        """From now on the store gets the pages that the prefix index evicts, and match_prefix finds them there, too.
-        Their copies may be under way when calls return: forwards and sends wait for them, and peers by copies_past().
-        A page that is not what it was is as unknown."""
+        """Gives the store the pages that the prefix index evicts from now on. match_prefix finds them there, too. Their
+        copies may be under way when calls return: forwards and sends wait for them, and peers by copies_past(). A page
+        that is not what it was is as unknown."""
         self._pools.prefixes.keep_evicted(store)
         self._pools.copies = store.copies
 
@@ -224,11 +224,12 @@ class SequenceCalls(Parts):
 
     @property
     def page_store(self) -> PageStore | None:
-        """That of keep_evicted()."""
+        """The store given to keep_evicted(), if any."""
         return self._pools.prefixes.store
 
     def room(self, num_tokens: int, longest_append: int | None = None, encoder_len: int = 0) -> Room:
-        """For one more sequence that reserve() lets grow to num_tokens. encoder_len: see add_sequence."""
+        """Returns the room for one more sequence that reserve() lets grow to num_tokens. encoder_len: see
+        add_sequence."""
         border = -(-encoder_len // self.layout.page_size)
         needed = self._pages.needed(*checked_reach(num_tokens, longest_append), border)
         has_place = len(self._table) < self._table.max_sequences
@@ -245,7 +246,7 @@ class SequenceCalls(Parts):
         return self._pools.prefixes.changes(since, stored=stored)
 
     def sequence(self, sequence: int) -> SequenceState:
-        """What it holds now."""
+        """Returns the state of a sequence now."""
         table, marks, row, sent = self._table, self._marks, self._table.row(sequence), 0
         if marks.count and marks.ends[row]:
             counts = enumerate(marks.num_slots_sent(row))
@@ -316,7 +317,7 @@ class SequenceCalls(Parts):
             )
 
     def _salt(self, row: int, token_ids: Int64Array, salt: bytes) -> bytes:
-        """By which a row shares prefixes."""
+        """Returns the salt under which a row shares prefixes."""
         encoder_len = int(self._table.encoder_lens[row])
         return encoder_salt(token_ids[:encoder_len], salt) if encoder_len else salt
 

@@ -43,7 +43,7 @@ class StoredCalls(Parts):
 
 
 def with_store(counts: PageCounts, pools: PagePools) -> PageCounts:
-    """With those of the store of a prefix index, if there is one, and of a disk behind it."""
+    """Adds the counts of the prefix index's store, if there is one, and of the disk below it."""
     if (below := pools.prefixes.store) is None:
         return counts
     store, disk = below.counts, below.disk_counts

@@ -77,7 +77,8 @@ class TransferCalls(Parts):
         self._marks.add(sequence, row, position_map, target_pe, self._pages.first_positions(row))
 
     def send_cached(self, sequence: int) -> None:
-        """What a marked sequence has and did not send goes page to page, once what was launched so far stored it."""
+        """Sends page to page what a marked sequence has and did not send, once the work launched so far has stored
+        it."""
         self._receptions.check_settled(sequence)
         row = self._table.row(sequence)
         rows, last = np.array([row]), self._launched

@@ -8,8 +8,8 @@ from tandem.cache.plan.arrays import Int32Array
 
 
 class FencedPages:
-    """What moves the pages of one layer group, see PageOperations: on the current stream, behind the copies of these
-    pages."""
+    """Moves the pages of one layer group, see PageOperations. Each call runs on the current stream, after the copies
+    into its pages."""
 
     def __init__(self, memory: PageOperations, pools: PagePools, group: int) -> None:
         self._memory, self._pools, self._group = memory, pools, group
@@ -24,7 +24,8 @@ class FencedPages:
         self._memory.copy_pages(sources, targets)
 
     def copy_arriving(self, source: Int32Array, target: Int32Array) -> None:
-        """As copy_pages(), of pages that may be on their way up: then the copy follows them there."""
+        """Copies pages like copy_pages(), even if the sources are still being copied from the store. Then the copy
+        follows them."""
         self._pools.copies.follow(self._group, source, target, partial(self._memory.copy_pages, source, target))
 
     def compute_again(self, sequence: int, count: int, source: int, target: int) -> None:

@@ -26,11 +26,11 @@ class Appends:
     rows: Int64Array
     queries: Int64Array
     page_indexes: Int64Array
-    """Of the next entry."""
+    """Page index of the next entry."""
     ends: Int64Array
     """The page index behind the last, after the append."""
     wanted: Int64Array
-    """Those, or where a reservation ends."""
+    """Page index at which the pages end after the append, or the reservation if it ends later."""
     partial: Int64Array
     """int64: which of the rows use a part of their last page, which another sequence may share."""
     opened: Int64Array
@@ -57,8 +57,8 @@ def lay_out_appends(
 
 
 def _before_borders(appends: Appends, borders: Int64Array) -> Appends:
-    """What they are to a group that keeps positions before the rows' borders (page indexes, int64 [B]): all of these
-    are written at once, so that no page is partly used."""
+    """Cuts appends at the rows' borders (page indexes, int64 [B]), for a group that keeps only the positions before
+    them. These are written at once, so that no page is partly used."""
     nobody = appends.partial[:0]
     ends, wanted = np.minimum(appends.ends, borders), np.minimum(appends.wanted, borders)
     return replace(appends, ends=ends, wanted=wanted, partial=nobody, opened=nobody)
@@ -66,8 +66,8 @@ def _before_borders(appends: Appends, borders: Int64Array) -> Appends:
 
 @dataclass(frozen=True, eq=False)
 class PageGrowth:
-    """What the rows of some appends are to hold: page indexes from begins on, counts of them new, from starts on; int64
-    [B] each. shown: see GroupTable; begins and shown are None where the group keeps all.
+    """The pages that rows hold after an append: page indexes from begins on. Those from starts on, counts
+    of them, are new; int64 [B] each. shown: see GroupTable; begins and shown are None where the group keeps all.
 
     gone: pages that leave the window. copied, opened: which of the rows get a copy of their shared partial page, and
     which get a new last page. num_pages: how many pages this takes.
@@ -118,7 +118,7 @@ class GroupPages:
             self.table.begins[row] = self.table.ends[row] = self.table.borders[row]
 
     def first_page_index(self, query: int, border: int = 0) -> int:
-        """Where what is kept for a query at position `query`, of a row with that border, begins."""
+        """Returns the first page index that a query at position `query` needs, in a row with that border."""
         if self.keeps.given:
             return 0
         return max(self.keeps.first_page_index(query, self.table.page_size, self.grain), border)
@@ -138,7 +138,7 @@ class GroupPages:
     # Many rows
 
     def plan_growth(self, appends: Appends) -> PageGrowth:
-        """What it takes to append."""
+        """Plans the pages that an append takes."""
         table, rows = self.table, appends.rows
         if self.keeps.given:
             appends = _before_borders(appends, table.borders[rows])
@@ -221,8 +221,7 @@ class GroupPages:
     # One row
 
     def plan_ownership(self, row: int, length: int, reserved_end: int, budget: int | None = None) -> Ownership:
-        """What it takes to make what a reservation covers, from `length` positions to page index reserved_end, pages of
-        the row's own.
+        """Plans to give the row its own pages for a reservation, from `length` positions to page index reserved_end.
 
         budget None: that of the reservation it has.
         """
@@ -273,8 +272,8 @@ class GroupPages:
         of.cut(row, length)
 
     def keep_before(self, rows: Int64Array, lengths: Int64Array, appends: Int64Array) -> None:
-        """Of a group with states: those of rows that have drafts in the forward which grows rows of `lengths` by
-        `appends`, int64 [B] each, stay as they are before it."""
+        """Copies the states of rows with drafts, in a group with states, as they are before the forward. The forward
+        grows rows of `lengths` by `appends`, int64 [B] each."""
         assert self.snapshots is not None
         before = self.snapshots.before_drafts(rows, lengths, appends)
         if before:

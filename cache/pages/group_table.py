@@ -31,7 +31,7 @@ class GroupTable:
         self.begins = np.zeros(max_sequences, np.int64)
         self.ends = np.zeros(max_sequences, np.int64)
         self.shown = np.zeros(max_sequences, np.int64)
-        """Of rows that slide: the first page of the text that no window has let go of, whatever page index it has."""
+        """First page of the text that no window has dropped, whatever its page index, for rows that slide."""
         self.budgets = np.zeros(max_sequences, np.int64)
         """Pages that a reservation keeps for a row, from the first that it holds; 0 without a reservation."""
         self.num_changes = 0

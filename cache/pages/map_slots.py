@@ -11,9 +11,9 @@ FIRST_CAPACITY = 1024
 
 
 class MapSlots:
-    """At most one map a row. slots: int32 [groups, capacity]; slots[g, offsets[row] + i] is where group g's receiver
-    wants the i-th entry of the row's map, SKIP if nowhere; counts[row] positions, 0 without a map (int64
-    [max_sequences] each). There are no more entries than positions."""
+    """Position maps by row, at most one each. slots: int32 [groups, capacity]; slots[g, offsets[row] + i] is where
+    group g's receiver wants the i-th entry of the row's map, SKIP if nowhere; counts[row] positions, 0 without a map
+    (int64 [max_sequences] each). There are no more entries than positions."""
 
     def __init__(self, num_groups: int, max_sequences: int) -> None:
         self.slots: Int32Array = np.empty((num_groups, FIRST_CAPACITY), np.int32)
@@ -35,12 +35,13 @@ class MapSlots:
         self.counts[row] = 0
 
     def wanted(self, row: int, group: int, begin: int, end: int) -> Int64Array:
-        """Which of the entries begin … end - 1 of a row's map a group's receiver wants, counted from `begin` on."""
+        """Returns which of the entries begin … end - 1 of a row's map a group's receiver wants, counted from
+        `begin`."""
         offset = int(self.offsets[row])
         return np.flatnonzero(self.slots[group, offset + begin : offset + max(begin, end)] != SKIP)
 
     def num_wanted(self, row: int, counts: Sequence[int]) -> list[int]:
-        """Per group how many of the first counts[group] entries of a row's map are not skipped."""
+        """Counts for each group the entries that are not skipped among the first counts[group] of a row's map."""
         begin = int(self.offsets[row])
         of_groups = zip(self.slots, counts, strict=True)
         return [int(np.count_nonzero(slots[begin : begin + count] != SKIP)) for slots, count in of_groups]

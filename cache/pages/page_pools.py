@@ -15,7 +15,7 @@ from tandem.cache.store.copies import NO_COPIES
 from tandem.cache.store.page_store import NamedPages, PageStore
 
 PageIds = tuple[Int32Array, ...]
-"""Per layer group int32 [n]: pages of it; n may differ between groups."""
+"""For each layer group int32 [n], its pages; n may differ between groups."""
 
 
 class PagePools:
@@ -34,7 +34,7 @@ class PagePools:
         self.none: PageIds = tuple(np.empty(0, np.int32) for _ in num_pages)
         self.prefixes = PrefixIndex(self.allocators, page_size, spans, together)
         self.num_fetched = 0
-        """By how many entries the last match is longer than it would be without a store, at most."""
+        """An upper bound on the entries by which the last match is longer than it would be without a store."""
         self.num_lifted = 0
         """The part of num_fetched that is due to pages from a disk."""
         self.num_skipped = 0
@@ -43,7 +43,7 @@ class PagePools:
         """Times that below() found a disk too slow."""
         self._page_size = page_size
         self.copies = NO_COPIES
-        """Those between the pools and the store of the prefix index."""
+        """The copies between the pools and the store of evicted pages."""
         drops = [span.drops_past for span in spans] if spans else [False] * len(num_pages)
         indexed = [
             pages if drops_past else None for pages, drops_past in zip(self.prefixes.indexed, drops, strict=True)
@@ -52,7 +52,7 @@ class PagePools:
 
     @property
     def num_pages(self) -> tuple[int, ...]:
-        """Of each group."""
+        """The number of pages of each group."""
         return tuple(allocator.num_pages for allocator in self.allocators)
 
     @property
@@ -80,8 +80,8 @@ class PagePools:
     def below(
         self, token_ids: Int64Array, max_pages: int, salt: bytes, border: int, most_bytes: int | None
     ) -> list[tuple[int, list[bytes]]]:
-        """What PageStore.lift() takes, so that match() then finds a longer prefix; nothing where a disk has none, or
-        where it is to read more than most_bytes for each position."""
+        """Returns the pages to PageStore.lift() so that match() then finds a longer prefix. Empty where a disk has
+        none, or where it would read more than most_bytes for each position."""
         store = self.prefixes.store
         if store is None or not store.has_disk:
             return []
@@ -126,8 +126,8 @@ class PagePools:
         return tuple(allocator.allocate(count) for allocator, count in zip(self.allocators, counts, strict=True))
 
     def _bring_up(self, digests: Sequence[bytes], store: PageStore, border: int, most_bytes: int | None) -> None:
-        """Where that finds a longer prefix: pages from the store become pages of the prefix index. They take no room,
-        for these can be evicted. Nothing happens where there are too few pages."""
+        """Takes pages from the store into the prefix index, where that finds a longer prefix. They take no room,
+        because they can be evicted. Does nothing where there are too few pages."""
         lacking = self.prefixes.lacking(digests, store, border)
         if lacking is None:
             return

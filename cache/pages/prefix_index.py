@@ -19,13 +19,13 @@ MOST_STORED = 1 << 16  # keys that the log of pages in the store has room for, b
 
 
 Find = Callable[[int], NDArray[np.bool_]]
-"""Of a layer group, which pages of a chain of digests are stored."""
+"""Finds which pages of a chain of digests are stored, for a layer group."""
 
 
 class Lacking(NamedTuple):
-    """What a store has of a prefix and the index has not. longer: by how many entries the prefix is longer than without
-    it. indexes: int64 [n] of each group, places of these pages in the chain of digests. held: int32 [m] of each group,
-    the prefix's pages that the index has."""
+    """The pages of a prefix that a store has and the index lacks. longer: the entries by which they lengthen the
+    prefix. indexes: int64 [n] for each group, their places in the chain of digests. held: int32 [m] for each group, the
+    prefix's pages that the index has."""
 
     longer: int
     indexes: list[Int64Array]
@@ -96,7 +96,7 @@ class PrefixIndex:
         self._log = PrefixLog(max_keys=most)  # a reader that missed more is told all
         self._clock = 0
         self.store: PageStore | None = None
-        """Where evicted pages go."""
+        """The store that takes evicted pages."""
         self._reach = PrefixLog(max_keys=0)  # of keys that are here or in the store; where there is one
 
     def __len__(self) -> int:
@@ -130,7 +130,7 @@ class PrefixIndex:
         return int(np.count_nonzero(pages.unused())) + int(np.count_nonzero(indexed[ids] & (left == 1)))
 
     def keep_evicted(self, store: PageStore) -> None:
-        """From now on evicted pages go to the store, which is empty."""
+        """Gives evicted pages to the store from now on. The store is empty."""
         self.store = store
         self._reach = PrefixLog(max_keys=self._keys.size + MOST_STORED)
         self._reach.add(self._all_keys())
@@ -157,8 +157,8 @@ class PrefixIndex:
         return self._keys[np.fromiter(self._digests, np.int64, len(self._digests))]
 
     def digests(self, token_ids: Int64Array, max_pages: int, salt: bytes = b"") -> list[bytes]:
-        """Of the first pages of token_ids, at most max_pages, up to the first without which no longer prefix is
-        found."""
+        """Returns the digests of the first pages of token_ids, at most max_pages, up to the first one without which no
+        longer prefix is found."""
         each = self._needed_each
         found = list[bytes]()
         for digest in digest_chain(token_ids, self._page_size, max_pages, salt):
@@ -182,7 +182,8 @@ class PrefixIndex:
         return length, matched
 
     def lacking(self, digests: Sequence[bytes], store: PageStore, border: int = 0) -> Lacking | None:
-        """What is to be fetched for a longer prefix than match() would find; None where the store has none."""
+        """Returns what to fetch for a longer prefix than match() would find, or None where the store has nothing for
+        it."""
         return self._lacking(digests, lambda group: store.find(group, digests), border)
 
     def _lacking(self, digests: Sequence[bytes], find: Find, border: int) -> Lacking | None:
@@ -200,8 +201,8 @@ class PrefixIndex:
         return Lacking(length - known, indexes, held)
 
     def below(self, digests: Sequence[bytes], store: PageStore, border: int = 0) -> Lacking | None:
-        """As lacking(), with what a disk behind the store has; None where that makes no prefix longer than lacking()
-        says. longer: than with the store alone."""
+        """Returns what lacking() would return if the store had the pages of the disk below it, or None where these make
+        no prefix longer. longer: compared with the store alone."""
         deep = self._lacking(digests, lambda of: store.find(of, digests) | store.find_below(of, digests), border)
         if deep is None:
             return None
@@ -210,7 +211,7 @@ class PrefixIndex:
         return deep._replace(longer=longer) if longer else None
 
     def num_lifted(self, digests: Sequence[bytes], store: PageStore, lacking: Lacking, border: int = 0) -> int:
-        """By how many entries `lacking` is longer because of pages that came from the disk."""
+        """Returns by how many entries `lacking` is longer because of pages that came from the disk."""
         names = [[digests[index] for index in at.tolist()] for at in lacking.indexes]
         if not any(store.are_lifted(group, of).any() for group, of in enumerate(names)):
             return 0
@@ -274,7 +275,7 @@ class PrefixIndex:
 
     @staticmethod
     def _end(group: IndexedPages, length: int, border: int) -> int:
-        """Where the pages of a group end in a prefix of so many."""
+        """Returns the position where a group's pages end in a prefix of `length` positions."""
         return min(length, border) if group.span.given else length
 
     def evict(self, group: int, count: int) -> None:
@@ -318,7 +319,7 @@ class PrefixIndex:
         self.store.put(NamedPages(group, [self._digests[entry] for entry in of.entries[pages].tolist()], pages))
 
     def forget_stored(self) -> None:
-        """What the store has forgotten, and is not here, counts as gone."""
+        """Reports pages as gone that the store has forgotten and the pools do not hold."""
         forgotten = [] if self.store is None else self.store.take_forgotten()
         self._reach.remove(_keys(list(dict.fromkeys(one for one in forgotten if not self._knows(one)))))
 

@@ -1,4 +1,4 @@
-"""What has come into a prefix index and left it of late, for readers that each come at their own pace."""
+"""The recent changes of a prefix index, for readers that each come at their own pace."""
 
 from collections import deque
 from itertools import islice

@@ -65,7 +65,7 @@ class SendMarks:
         return int(self.issued[row] - self.begins[row])
 
     def num_slots_sent(self, row: int) -> list[int]:
-        """Per group how many of the entries that these positions complete have a slot."""
+        """Counts for each group the sent entries of a row that have a slot."""
         begin, end = int(self.begins[row]), int(self.issued[row])
         return self.slots.num_wanted(row, [end // one - begin // one for one in self.every])
 

@@ -1,4 +1,4 @@
-"""Which pages the sequences of a cache hold, in all its layer groups at once."""
+"""The pages that the sequences of a cache hold, in all its layer groups at once."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -71,12 +71,12 @@ class SequencePages:
             group.open(row)
 
     def needed(self, num_tokens: int, longest_append: int, border: int = 0) -> tuple[int, ...]:
-        """Per group the most pages that a sequence of num_tokens positions, appended in pieces, holds at once. border:
-        see SequenceTable."""
+        """Returns for each group the most pages that a sequence of num_tokens positions, appended in pieces, holds at
+        once. border: see SequenceTable."""
         return tuple(group.pages_needed(num_tokens, longest_append, border) for group in self._groups)
 
     def first_positions(self, row: int) -> list[int]:
-        """Of each group the first position of a row that no window has let go of."""
+        """Returns for each group the first position of a row that no window has dropped."""
         return [group.first_page(row) * group.table.page_size for group in self._groups]
 
     def check_held(self, what: str, row: int, length: int) -> None:
@@ -207,8 +207,9 @@ class SequencePages:
         each_one: bool,
         clear: bool,
     ) -> None:
-        """As grow() of rows that were not shortened, whose partial pages so are their own: something changes only where
-        one begins a page, a page leaves a window, or a sequence has slid: those in `slid` (bool [B]; None: none).
+        """Does what grow() does, for rows that were not shortened and so own their partial pages. Something changes
+        only where a row begins a page, a page leaves a window, or a sequence has slid. slid: bool [B], the sequences
+        that have; None: none. each_one: whether each row grows by one position.
 
         each_one: whether each grows by one position."""
         if slid is None and self._steps is not None:
@@ -356,8 +357,8 @@ class SequencePages:
     def keep_states(
         self, rows: Int64Array, tokens: TokenLayout, *, drafted: bool, without: bool
     ) -> tuple[StateWrites, ...]:
-        """Of each group the snapshots that a forward writes which has grown rows (int64 [B]) by `tokens`. drafted: see
-        Batch. without: its states stay as they are."""
+        """Returns for each group the snapshots that a forward writes, which has grown rows (int64 [B]) by `tokens`.
+        drafted: see Batch. without: the forward leaves the rows' states as they are."""
         if not self._layout.recurs:
             return self._no_writes
         ends = tokens.seq_lens.astype(np.int64)

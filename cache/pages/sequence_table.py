@@ -13,7 +13,7 @@ from tandem.cache.plan.spans import Paging, Sliding
 
 
 def ids_of(seq_ids: Sequence[int] | Int64Array) -> tuple[int, ...]:
-    """What a caller knows sequences by, as SequenceTable takes it."""
+    """Returns the ids of sequences as a tuple, as SequenceTable takes them."""
     try:
         return tuple(seq_ids.tolist() if isinstance(seq_ids, np.ndarray) else seq_ids)
     except TypeError:
@@ -158,13 +158,13 @@ class SequenceTable:
         return rows
 
     def standing(self, rows: Int64Array) -> Standing:
-        """That of `rows` now."""
+        """Returns the standing of `rows` now."""
         return Standing(self, rows, self.cuts[rows], self.num_cuts)
 
     def held_pages(self, row: int) -> tuple[Int32Array, ...]:
-        """Per group a copy of the page ids that a row holds."""
+        """Returns for each group a copy of the page ids that a row holds."""
         return tuple(group.held(row) for group in self.groups)
 
     def full_pages(self, row: int, length: int) -> tuple[Int32Array, ...]:
-        """Of those, the pages that the first `length` positions fill."""
+        """Returns for each group the pages of a row that its first `length` positions fill."""
         return tuple(group.held(row, 0, length // group.paging.positions) for group in self.groups)

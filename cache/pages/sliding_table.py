@@ -22,8 +22,8 @@ from tandem.cache.plan.spans import Sliding
 
 @dataclass(frozen=True, eq=False)
 class Slides:
-    """What some rows (distinct) let go of, and how they are afterwards: holes, int64 [n] both; `moved`, those that lose
-    page indexes firsts … ends - 1, and their lengths and dropped, int64 [m] each.
+    """The positions that some rows (distinct) evict, and the rows' state afterwards. holes: int64 [n], like rows.
+    `moved` are the rows that lose page indexes firsts … ends - 1, with their lengths and dropped, int64 [m] each.
 
     lengths: the index from which a row is written then.
     """
@@ -82,7 +82,9 @@ class SlidingTable:
         receive: bool = False,
         in_flight: bool = False,
     ) -> Slides | None:
-        """What is to be evicted from rows of `lengths` indices before `appends` more (int64 [B] each); None: nothing.
+        """Plans what to evict from rows of `lengths` indices before `appends` more (int64 [B] each). None: nothing.
+        receive: of the appended positions, too, only what later forwards can see is stored. in_flight: pages that were
+        seen before the call are kept.
 
         receive: of those appended too, only what later forwards can see is to be stored. in_flight: pages that were
         seen before the call are kept.
@@ -110,8 +112,8 @@ class SlidingTable:
         return Slides(rows, holes, moved, firsts, ends, kept, self.dropped[moved] + gone)
 
     def rows(self, rows: Int64Array, lengths: Int64Array, max_positions: int) -> SlidingRows:
-        """Where rows of `lengths` indices (int64 [B] each) stand in a forward. Those without a window are rotated
-        as they are stored. max_positions: rows of the table of rotations but the last."""
+        """Returns the standing in a forward of rows of `lengths` indices (int64 [B] each). Those without a window are
+        rotated as they are stored. max_positions: rows of the table of rotations but the last."""
         slides, sinks, holes, dropped = self.windows[rows] > 0, self.sinks[rows], self.holes[rows], self.dropped[rows]
         turned = np.where(slides, self.rotated[rows], lengths)
         indices = np.where(slides, lengths - holes - 1, max_positions)

@@ -51,7 +51,7 @@ class StateSnapshots:
 
     @property
     def num_pages(self) -> int:
-        """Of sequences and of the prefix index."""
+        """The number of pages that sequences and the prefix index hold."""
         return self.num_held + int(np.count_nonzero(self._pools.prefixes.indexed[self._group]))
 
     @property
@@ -74,8 +74,9 @@ class StateSnapshots:
         return self._behind.get(row) == length
 
     def before_drafts(self, rows: Int64Array, lengths: Int64Array, appends: Int64Array) -> list[BeforeDrafts]:
-        """Those that a forward by which rows of `lengths` grow by `appends`, int64 [B] each, may take positions back
-        from: they have more than one. Their states are to be copied into the pages."""
+        """Returns the rows from which positions may be taken back, because they get more than one in a forward. It
+        grows rows of `lengths` by `appends`, int64 [B] each. The rows' states are to be copied into the pages
+        returned."""
         (places,) = (appends > 1).nonzero()
         first = self._pools.num_pages[self._group]
         found = [BeforeDrafts(int(lengths[place]), place, first + at) for at, place in enumerate(places.tolist())]
@@ -83,7 +84,7 @@ class StateSnapshots:
         return found
 
     def gone_back(self, row: int, length: int) -> BeforeDrafts | None:
-        """Where a row stood before its last forward, if that had drafts and `length` positions reach there."""
+        """Returns a row's place before its last forward, if that had drafts and `length` positions reach there."""
         before = self._before.get(row)
         return before if before is not None and before.position <= length else None
 
@@ -120,7 +121,7 @@ class StateSnapshots:
         return None
 
     def positions(self, row: int) -> list[int]:
-        """Where a row has a snapshot."""
+        """Returns the positions at which a row has a snapshot."""
         known = {one.position for of in (self._held, self._remembered) for one in of.get(row, ())}
         return [position for position in sorted(known) if self.find(row, position) is not None]
 
@@ -145,7 +146,7 @@ class StateSnapshots:
         self._remembered[row] = [self._snapshot(position, page)]
 
     def fork(self, parent: int, child: int, length: int) -> None:
-        """What the prefix index holds of the first `length` positions is the child's, too."""
+        """Gives the child the snapshots in the prefix index of the parent's first `length` positions."""
         self._remembered[child] = [one for one in self._remembered.get(parent, ()) if one.position <= length]
 
     def cut(self, row: int, length: int) -> None:
@@ -166,7 +167,7 @@ class StateSnapshots:
         self._remembered.pop(row, None)
 
     def _positions(self, begin: int, end: int) -> list[int]:
-        """Where a forward from `begin` to `end` positions, which fills a page, keeps states."""
+        """Returns the positions at which a forward from `begin` to `end`, which fills a page, keeps states."""
         every, last = self._rule.every, end // self._page_size * self._page_size
         ticks = list(range((begin // every + 1) * every, end + 1, every))
         return [*ticks, last] if last % every else ticks

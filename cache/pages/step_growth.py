@@ -36,9 +36,9 @@ class _Group(ctypes.Structure):
 
 
 class StepChange(NamedTuple):
-    """What a step changes in one group, int64 [n] but for gone: rows hold pages from begins on, counts of them new,
-    from starts on. opened_rows begin their last page, at opened_ends. gone: int32, pages that leave the window.
-    num_pages: the sum of counts."""
+    """The changes of a step in one group, int64 [n] except gone. rows hold pages from begins on; those from starts
+    on, counts of them, are new. opened_rows begin their last page, at opened_ends. gone: int32, pages that leave the
+    window. num_pages: the sum of counts."""
 
     rows: Int64Array
     begins: Int64Array
@@ -51,7 +51,7 @@ class StepChange(NamedTuple):
 
 
 class StepGrowth:
-    """As lay_out_appends and GroupPages.plan_growth, for rows whose partial pages are their own."""
+    """Plans growth in C code like lay_out_appends and GroupPages.plan_growth, for rows that own their partial pages."""
 
     def __init__(
         self,
@@ -99,9 +99,9 @@ class StepGrowth:
     def plan(
         self, rows: Int64Array, lengths: Int64Array, new_lengths: Int64Array, queries: Int64Array
     ) -> list[StepChange] | None:
-        """What each group changes when rows (int64 [B], B ≥ 1) of `lengths` grow to new_lengths, seen by `queries`,
-        int64 [B] each; an empty list for nothing. None where more pages go than a step lets go of. The arrays hold
-        until the next call."""
+        """Plans each group's changes when rows (int64 [B], B ≥ 1) of `lengths` grow to new_lengths, seen by `queries`,
+        int64 [B] each. Returns an empty list if nothing changes. None where more pages go than a step lets go of. The
+        arrays hold until the next call."""
         count, groups, room = rows.size, len(self._groups), GOING * rows.size
         at = address_of(lengths)
         seen = at if queries is lengths else address_of(queries)

@@ -92,5 +92,6 @@ def check_factor(name: str, value: Any) -> None:
 
 
 def address_of(array: Int32Array | Int64Array | NDArray[np.bool_]) -> int:
-    """Of a writable array, contiguous and not empty; a third of what array.ctypes takes."""
+    """Returns the address of a writable array, contiguous and not empty, in a third of the time that array.ctypes
+    takes."""
     return ctypes.addressof(ctypes.c_int8.from_buffer(array.data))

@@ -1,4 +1,4 @@
-"""What the cache raises. Every error names the argument, the value received and what would be accepted."""
+"""The errors of the cache. Each names the argument, the value received and what would be accepted."""
 
 
 class CacheError(Exception):
@@ -19,7 +19,7 @@ class OutOfPages(CacheError):
 
 
 class OutOfSequences(CacheError):
-    """As many sequences as the cache was made for are there already; nothing was changed."""
+    """The cache already has as many sequences as it was made for; nothing was changed."""
 
 
 class DriverRefused(CacheError):

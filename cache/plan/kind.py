@@ -49,12 +49,12 @@ class Kind(ABC):
         return None
 
     def held(self, shard: Shard) -> tuple[HeldNumbers, ...]:
-        """Which numbers of a whole entry a rank's entry has, in its order, for kinds whose ranks divide the numbers of
-        the only head. Empty: ranks divide heads, or nothing."""
+        """Returns the numbers of a whole entry that a rank's entry has, in its order, for kinds whose ranks divide the
+        numbers of the only head. Empty: ranks divide heads, or nothing."""
         return ()
 
     def whole(self, shard: Shard) -> "Kind":
-        """For kinds with held(): what a worker of one rank would keep. Others return themselves."""
+        """Returns the kind that a worker of one rank would keep, for kinds with held(). Others return themselves."""
         return self
 
     def fp8_rows(self, dtype: torch.dtype) -> Fp8Rows | None:

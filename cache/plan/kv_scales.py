@@ -20,7 +20,7 @@ SCALE_BYTES = 4
 
 @dataclass(frozen=True)
 class KVScales:
-    """What stored entries (float8_e4m3fn) are multiplied with to give K and V.
+    """The factors that turn stored entries (float8_e4m3fn) into K and V.
 
     k, v: for each layer of the model one number for all its KV heads, or one for each.
     """

@@ -59,20 +59,22 @@ class UpProjections:
         return torch.cat((made, entries[:, None, rank:].expand(-1, made.shape[1], -1)), 2), values
 
     def of_heads(self, begin: int, end: int) -> "UpProjections":
-        """Those of heads begin … end - 1."""
+        """Returns the projections of heads begin … end - 1."""
         return UpProjections(self.weight[begin:end], self.heads)
 
 
 def absorbed_is_cheaper(
     appends: Int32Array, lengths: Int32Array, rank: int, rotated: int, heads: LatentHeads
 ) -> NDArray[np.bool_]:
-    """Which sequences are better attended absorbed; appends, lengths: int32 [B], new tokens and all positions of each.
+    """Returns which sequences attend faster absorbed. appends, lengths: int32 [B], new tokens and all positions of
+    each.
 
-    By multiplications of a head: absorbed rows are wider than K and V (rank + rotated against key_dim + rotated, rank
-    against value_dim), but making K and V costs a map for each position, absorbing one for each new token only. With
-    DeepSeek's sizes the border is at some 170 new tokens of a long sequence. Single tokens are always absorbed: they
-    wait for memory, and a latent row is the least there is to read. So are sequences with which more than
-    EXPANDED_POSITIONS would be expanded, for memory has to be set aside for those.
+    Compares the multiplications of a head. Absorbed rows are wider than K and V (rank + rotated against key_dim +
+    rotated, rank against value_dim). But K and V cost a product for each position, and absorbing costs one for each new
+    token only. With DeepSeek's sizes the border is at some 170 new tokens of a long sequence.
+
+    Single tokens are always absorbed: they wait for memory, and a latent row is the least there is to read. So are
+    sequences that would raise the expanded positions above EXPANDED_POSITIONS, because those need memory of their own.
     """
     new, stored = appends.astype(np.int64), lengths.astype(np.int64)
     pairs, one_map = new * stored, rank * (heads.key_dim + heads.value_dim)
@@ -83,7 +85,7 @@ def absorbed_is_cheaper(
 
 
 def heads_at_once(num_heads: int, num_positions: int) -> int:
-    """Of how many heads K and V are made together: the largest divisor of num_heads that keeps to EXPANDED_ROWS, at
-    least 1."""
+    """Returns the number of heads whose K and V are made together: the largest divisor of num_heads that keeps to
+    EXPANDED_ROWS, at least 1."""
     fits = (count for count in range(num_heads, 1, -1) if num_heads % count == 0)
     return next((count for count in fits if count * num_positions <= EXPANDED_ROWS), 1)

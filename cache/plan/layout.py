@@ -1,4 +1,4 @@
-"""What one page of KV looks like: the contract that both sides of a transfer must share."""
+"""The form of one page of KV: the contract that both sides of a transfer must share."""
 
 import hashlib
 import math
@@ -61,11 +61,11 @@ class KVLayout:
 
     @property
     def stored_dtype(self) -> torch.dtype:
-        """Of the elements of pools whose groups have no dtype of their own."""
+        """The dtype of pools whose groups have no dtype of their own."""
         return self.dtype if self.scales is None else FP8
 
     def stored_dtype_of(self, group: int) -> torch.dtype:
-        """Of a pool's elements."""
+        """Returns the dtype of a group's pool."""
         return self.groups[group].kind.dtype or self.stored_dtype
 
     def fp8_rows(self, group: int) -> Fp8Rows | None:
@@ -74,7 +74,7 @@ class KVLayout:
 
     @cached_property
     def paging(self) -> tuple[Paging, ...]:
-        """Of each group."""
+        """The paging of each group."""
         return tuple(group.keeps.paging(self.page_size) for group in self.groups)
 
     @cached_property
@@ -84,7 +84,7 @@ class KVLayout:
 
     @property
     def pages_together(self) -> tuple[int, ...]:
-        """Of each group, how many times page_size positions one page covers; 1 where it covers a whole sequence."""
+        """For each group, the positions of a page in units of page_size; 1 where a page covers a whole sequence."""
         return tuple(1 if paging.whole else paging.positions // self.page_size for paging in self.paging)
 
     def first_page_index(self, group: int, query: int) -> int:
@@ -102,18 +102,18 @@ class KVLayout:
 
     @property
     def num_layers(self) -> int:
-        """Those that store K and V, latents or states, readers, and keepless ones."""
+        """The number of layers that store K and V, latents or states, of readers, and of keepless layers."""
         return sum(len(group.layers) for group in self._attended) + len(self.readers) + len(self.keepless)
 
     @property
     def layer_index(self) -> dict[int, tuple[int, int]]:
-        """Of each layer, in order, the group that stores its K and V, or latents, and its index there. A reader has
+        """For each layer, in order, the group that stores its K and V, or latents, and its index there. A reader has
         those of the layer that it reads."""
         stored = self.index_of(lambda kind: kind.attended)
         return dict(sorted((stored | {layer: stored[of] for layer, of in self.readers}).items()))
 
     def index_of(self, chosen: Callable[[Kind], bool]) -> dict[int, tuple[int, int]]:
-        """Of each layer in groups of the kinds that are chosen, in order, its group and its index there."""
+        """Returns for each layer in groups of the chosen kinds, in order, its group and its index there."""
         groups = ((index, group) for index, group in enumerate(self.groups) if chosen(group.kind))
         return dict(sorted((layer, (index, i)) for index, group in groups for i, layer in enumerate(group.layers)))
 
@@ -141,7 +141,7 @@ class KVLayout:
         return math.prod(self.page_shape(group)) * self.stored_dtype_of(group).itemsize
 
     def entry_bytes(self, group: int) -> int:
-        """Of one entry in all layers."""
+        """Returns the bytes of one entry in all layers."""
         return self.page_bytes(group) // self.paging[group].entries
 
     @property

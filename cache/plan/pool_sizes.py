@@ -14,8 +14,8 @@ STATES_A_SNAPSHOT = 16
 
 @dataclass(frozen=True)
 class PageUse:
-    """At most `sequences` hold pages at a time, of up to `length` positions, in forwards that append up to `append`
-    positions to one of them."""
+    """A use of pools: at most `sequences` hold pages at a time, of up to `length` positions, in forwards that append up
+    to `append` positions to one of them."""
 
     sequences: int
     length: int
@@ -23,10 +23,10 @@ class PageUse:
 
 
 class SnapshotRule(NamedTuple):
-    """When snapshots of states are taken. every: positions between two of a sequence, a multiple of page_size. most:
-    pages of snapshots that sequences hold at once, those of the prefix index not counted; 0: none are taken. drafted:
-    sequences with drafts in one forward. Each has one of the last pages of the pool, which nobody else gets, for the
-    state before."""
+    """The rule by which snapshots of states are taken. every: positions between two of a sequence, a multiple of
+    page_size. most: pages of snapshots that sequences hold at once, those of the prefix index not counted; 0: none are
+    taken. drafted: sequences with drafts in one forward. Each has one of the last pages of the pool, which nobody else
+    gets, for the state before."""
 
     every: int
     most: int
@@ -66,10 +66,13 @@ def _num_states(num_pages: int, uses: Sequence[PageUse]) -> int:
 def pages_of_groups(
     layout: KVLayout, num_pages: int, uses: Sequence[PageUse], states: StateUse = NO_STATES
 ) -> tuple[int, ...]:
-    """Of each group num_pages, or, where pages are let go of, as many as the most demanding of `uses` can hold if that
-    is less. Groups that keep all hold prefixes in what sequences leave. Of pages that cover several times page_size
-    positions as many as cover those of num_pages, and one for each sequence, whose last one may not be full. Of pages
-    that cover a sequence one for each of all `uses`, and those of `states`."""
+    """Returns the number of pages of each group.
+
+    A group that keeps all gets num_pages, because it holds prefixes in what sequences leave. A group that drops pages
+    gets what the most demanding of `uses` can hold, if that is less. If a page covers several times page_size
+    positions, the group gets enough pages for the positions of num_pages, and one more for each sequence, whose last
+    page may not be full. If a page covers a sequence, the group gets one for each sequence of `uses`, and the pages of
+    `states`."""
     beside = num_snapshots(layout, num_pages, uses, states.share) + states.drafted
 
     def most(group: int) -> int:

@@ -63,7 +63,7 @@ class SlotRuns:
 
     @property
     def end(self) -> int:
-        """Behind the largest slot; 0 without one."""
+        """One more than the largest slot; 0 without one."""
         return int((self.begins.astype(np.int64) + self.lengths)[self.begins != SKIP].max(initial=0))
 
     @property
@@ -85,7 +85,7 @@ class SlotRuns:
 
 @dataclass(frozen=True)
 class PositionMap:
-    """Where a receiver wants positions start_position … start_position + num_tokens - 1 of one sequence.
+    """The slots in which a receiver wants positions start_position … start_position + num_tokens - 1 of one sequence.
 
     One SlotRuns per layer group of the layout, with a slot for each position, num_tokens of them. Of a group with an
     entry for every[group] positions, those for the entries that the positions complete. Not an address: slots of the

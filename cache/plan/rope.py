@@ -181,7 +181,8 @@ class RotaryEmbedding:
         self.of_indices = Rotation(self._table)  # of positions 0, 1, …, not by_length
 
     def rotation(self, positions: Tensor, rope_lengths: Tensor | None = None) -> Rotation:
-        """What cos_sin returns, as factors in the dtype and on the device given at construction; arguments on any.
+        """Returns the rotation of cos_sin, as factors in the dtype and on the device given at construction. Arguments
+        may be on any device.
 
         Unless by_length, position max_positions is left as it is.
         """
@@ -284,7 +285,8 @@ def _yarn(parameters: RopeParameters) -> Tensor:
 
 
 def _attention_factor(parameters: RopeParameters) -> float:
-    """Of "yarn" and "longrope": grows with the factor by which the model was stretched; of short sequences, too."""
+    """The factor of "yarn" and "longrope", also for short sequences. It grows with the factor by which the model was
+    stretched."""
     factor = parameters.factor
     if parameters.attention_factor is not None:
         return parameters.attention_factor
@@ -298,7 +300,7 @@ def _attention_factor(parameters: RopeParameters) -> float:
 
 
 def yarn_magnitude(factor: float, mscale: float) -> float:
-    """By what the scores of a context `factor` times as long are sharpened, by way of q and of k each."""
+    """The factor by which q and k each sharpen the scores of a context `factor` times as long."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

@@ -77,8 +77,8 @@ class HeadRun(NamedTuple):
 
 
 def map_heads(rank: int, num_heads: int, num_peer_heads: int, first_pe: int = 0) -> tuple[HeadRun, ...]:
-    """Who holds the num_heads KV heads of a rank, where ranks of the other side hold num_peer_heads each, and the first
-    of them is PE first_pe. One of the numbers divides the other, else InvalidArgument."""
+    """Maps the num_heads KV heads of a rank to peers that hold num_peer_heads each, of which the first is PE first_pe.
+    InvalidArgument unless one of the numbers divides the other."""
     few, many = sorted((num_heads, num_peer_heads))
     if integer("num_heads", few, least=1) and many % few:
         raise InvalidArgument(f"num_heads is {num_heads}; a multiple or a divisor of {num_peer_heads} is accepted")

@@ -1,9 +1,9 @@
-"""Which sequences of a batch share pages, level by level: so that each page is read once for all that share it.
+"""Finds sequences of a batch that share pages, level by level, so that each page is read once for all that share it.
 
 Sequences share pages by fork or by the prefix index, so what they share begins at their first page, and the levels
 are the inner nodes of a tree:
 
-    pages  a a a b b c │      level 1: a a a, sequences 0 … 3
+pages  a a a b b c │      level 1: a a a, sequences 0 … 3
            a a a b b d │      level 2: b b,   sequences 0 and 1
            a a a e     │      what is left (c, d, e, f f) is each one's own
            a a a f f   │
@@ -23,8 +23,9 @@ MOST_SPLITS = 16  # branchings that are looked at from the first page on; below 
 
 @dataclass(frozen=True)
 class SharingRule:
-    """When attending apart to what is shared is faster. least_of_segment: pages that a segment must save, which are
-    (sequences - 1) · pages; what saves less is attended to with the level below. least: those that all must save."""
+    """The least sharing for which attending apart to shared pages is faster. least_of_segment: pages that a segment
+    must save, which are (sequences - 1) · pages; a smaller segment is attended to with the level below. least: pages
+    that all segments must save together."""
 
     least_of_segment: int
     least: int
@@ -130,7 +131,7 @@ class _Finder:
         return self._worthy(_Groups(members, bounds, common, begins))
 
     def _worthy(self, groups: _Groups) -> _Groups | None:
-        """Those of `groups` that would save enough if all their members had the pages of the longest in common."""
+        """Returns the groups that would save enough if all their members had the pages of the longest in common."""
         sizes = groups.bounds[1:] - groups.bounds[:-1]
         most = np.maximum.reduceat(self._limits[groups.members], groups.bounds[:-1])
         kept = (sizes - 1) * (most - groups.begins) >= self._rule.least_of_segment

@@ -233,15 +233,15 @@ class Paging(NamedTuple):
 
     @property
     def positions(self) -> int:
-        """Of a page."""
+        """The positions of a page."""
         return self.every * self.reach
 
     def num_entries(self, length: int) -> int:
-        """Of `length` positions."""
+        """Returns the number of entries of `length` positions."""
         return length if self.every == 1 else length // self.every
 
     def num_pages(self, length: int) -> int:
-        """That hold the entries of `length` positions."""
+        """Returns the number of pages that hold the entries of `length` positions."""
         return -(-self.num_entries(length) // self.reach)
 
     def ends_in_page(self, length: int) -> bool:

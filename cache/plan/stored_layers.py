@@ -11,10 +11,10 @@ Stages = Sequence[tuple[int, torch.cuda.Event]]
 
 
 class StoredLayers:
-    """Of one layer group. Each forward records the same events anew: whoever waited for them before waits for those of
-    the forward before. A CUDA graph that is captured with note() records them, too.
+    """Events that tell when the layers of one group are stored. Each forward records the same events anew. So a wait
+    from before waits for the previous forward. A CUDA graph that is captured with note() records them, too.
 
-    Of long prompts a layer takes longer to compute than all layers take to copy; four layers of the smallest models do.
+    In long prompts a layer takes longer to compute than all layers take to copy. In the smallest models four layers do.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -23,7 +23,8 @@ class StoredLayers:
         ]
 
     def note(self, layer: int) -> None:
-        """What stores this layer, which counts within the group, was launched on the current stream."""
+        """Notes that the kernels that store this layer were launched on the current stream. The layer counts within the
+        group."""
         for num_layers, event in self.stages:
             if num_layers == layer + 1:
                 event.record()

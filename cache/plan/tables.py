@@ -1,4 +1,4 @@
-"""Where the tokens of one forward stand: their layout, the page tables of each layer group, and what is sent."""
+"""The tokens of one forward: their layout, the page tables of each layer group, and what is sent."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -94,7 +94,8 @@ class TokenLayout:
 
 
 class EntryLayout(TokenLayout):
-    """As TokenLayout, of entries for several positions in place of tokens: a sequence may have no new one, or none."""
+    """A TokenLayout whose tokens are entries for several positions. A sequence may have no new entry, or no entry at
+    all."""
 
     @property
     def each_one(self) -> bool:
@@ -110,7 +111,7 @@ class StateWrites(NamedTuple):
     pages: Int64Array
 
     def apart(self, tokens: TokenLayout) -> "StateWrites":
-        """Of each token as a sequence of its own: see TokenLayout.apart, of these tokens."""
+        """Returns the writes with each token as a sequence of its own, see TokenLayout.apart."""
         return StateWrites(tokens.qo_indptr[self.sequences] + self.tokens - 1, np.ones_like(self.tokens), self.pages)
 
 
@@ -141,7 +142,7 @@ class PageTables:
 
 @dataclass(frozen=True, eq=False)
 class Send:
-    """What one forward writes to one PE's pages of one layer group.
+    """The writes of one forward to one PE's pages of one layer group.
 
     Tokens, layer by layer: rows token_indices (int64 [n]) of the packed tokens to the peer's token_slots (int32 [n]).
     Cached positions, all layers at once before the group's first: own source_slots to target_slots (int32 [m]).

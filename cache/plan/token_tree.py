@@ -74,10 +74,10 @@ def path_to(parents: Int64Array, leaf: int) -> Int64Array:
 
 
 def visible_nodes(trees: Sequence[Int64Array], window: int | None = None) -> Masks:
-    """What the nodes of some trees, given by their parents, see of them; one tree after another.
+    """Returns the nodes that each node of some trees, given by their parents, sees; one tree after another.
 
-    By doubling: each node takes what its ancestor 1, 2, 4, … levels up sees, for all trees at once. A window takes away
-    what the ancestor that is `window` levels up sees.
+    Works by doubling: each node takes what its ancestor 1, 2, 4, … levels up sees, for all trees at once. A window
+    takes away what the ancestor that is `window` levels up sees.
     """
     sizes = np.array([parents.size for parents in trees])
     begins = np.repeat(np.cumsum(sizes) - sizes, sizes)

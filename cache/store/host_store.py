@@ -20,7 +20,7 @@ Layers = Sequence[Sequence[int]]
 
 
 MakeLanes = Callable[[Sequence[Tensor], Sequence[Tensor], Layers, Sequence[int]], Lanes]
-"""Of pools, the slots of each, the layers of each, and the first layer of each stage."""
+"""Makes lanes from pools, the slots of each, the layers of each, and the first layer of each stage."""
 
 
 class HostStore:

@@ -47,7 +47,7 @@ class PageStore(Protocol):
 
     @property
     def page_bytes(self) -> Sequence[int]:
-        """Of each layer group."""
+        """The bytes of a page of each layer group."""
         ...
 
     @property
@@ -79,7 +79,7 @@ class PageStore(Protocol):
         ...
 
     def digests(self) -> list[bytes]:
-        """Of all pages that it has; one may stand there for several groups."""
+        """Returns the digests of all pages in the store. A digest may occur for several groups."""
         ...
 
     def take_forgotten(self) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""What is compiled here for a user: each file once, named by the hash of all that it comes from."""
+"""Compiles files for a user. Each is compiled once and named by the hash of all its inputs."""
 
 import fcntl
 import hashlib
@@ -25,7 +25,8 @@ log = logging.getLogger(__name__)
 
 
 def cache_folder() -> Path:
-    """Where this user keeps what was compiled here, or the folder TANDEM_KERNEL_CACHE. RuntimeError without a home."""
+    """Returns the folder of this user's compiled files, or the folder TANDEM_KERNEL_CACHE. RuntimeError without a
+    home."""
     given = os.environ.get(KERNEL_CACHE)
     return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"
 
@@ -99,7 +100,7 @@ def _take(file: int) -> bool:
 
 
 def built_path(folder: Path, name: str, key: bytes) -> Path:
-    """Where build_once() keeps such a file, whether it is there or not."""
+    """Returns the path under which build_once() keeps a file, whether the file exists or not."""
     return (folder / name).with_stem(f"{Path(name).stem}-{short_hash(key)}")
 
 
@@ -108,7 +109,7 @@ def short_hash(key: bytes) -> str:
 
 
 def built_or_none(name: str, instead: str, build: Callable[[], T]) -> T | None:
-    """What build() returns; where it fails as compiling does, None after a warning that says what happens instead."""
+    """Returns what build() returns. If it fails as compilers do, logs what happens instead and returns None."""
     try:
         return build()
     except (OSError, subprocess.SubprocessError, RuntimeError) as error:
@@ -117,7 +118,7 @@ def built_or_none(name: str, instead: str, build: Callable[[], T]) -> T | None:
 
 
 def reason_of(error: Exception) -> str:
-    """What a compiler printed as it failed, else what the error says."""
+    """Returns what a failed compiler printed, or else the error's text."""
     return str(getattr(error, "stderr", None) or error).strip()
 
 
@@ -130,7 +131,8 @@ def find_compiler(*names: str) -> str:
 
 
 def run_compiler(*command: str) -> str:
-    """What it prints. OSError when it cannot be run, subprocess.SubprocessError when it fails or takes too long."""
+    """Returns the command's output. OSError when it cannot be run, subprocess.SubprocessError when it fails or takes
+    too long."""
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS_TO_COMPILE).stdout
 
 

@@ -67,7 +67,7 @@ def _key(source: Path, compiler: str) -> bytes:
 
 
 def _processor() -> str:
-    """What -march=native goes by: machines that share a home folder may differ."""
+    """Returns the facts on which -march=native depends. Machines that share a home folder may differ in them."""
     keys = ("model name", "flags", "Features", "CPU part")
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

@@ -99,7 +99,7 @@ def _gpu(nvml: Any, handle: Any) -> Gpu:
 
 
 def _holders(nvml: Any, handle: Any) -> tuple[tuple[int, int], ...]:
-    """Those that this process can see: in a container only its own."""
+    """Returns the processes that this process can see, with their bytes. In a container it sees its own only."""
     try:
         running = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
     except nvml.NVMLError:

@@ -21,7 +21,7 @@ class Build:
 
 @dataclass(frozen=True)
 class Budget:
-    """What compilers may take together."""
+    """The memory and cores that concurrent compilers may use together."""
 
     memory: int  # bytes
     cores: int
@@ -31,7 +31,7 @@ class Budget:
         return max(1, min(build.units, self.cores, self.memory // build.compiler_bytes))
 
     def fitting(self, waiting: Sequence[Build], running: Sequence[Build]) -> list[Build]:
-        """Those of `waiting`, in their order, that may be started beside `running`.
+        """Returns the builds of `waiting`, in order, that may start while `running` run.
 
         Where the first one does not fit, later ones do not overtake it: it would never fit.
         """
@@ -54,7 +54,7 @@ def largest_first(builds: Sequence[Build]) -> list[Build]:
 
 
 def read_budget() -> Budget:
-    """Of this host, or of the container that this process runs in."""
+    """Reads the budget of this host, or of the container that this process runs in."""
     lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     (available,) = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")]
     limits = [available]

@@ -1,4 +1,4 @@
-"""Which kernels serve compressed KV by token."""
+"""Chooses the kernels for compressed KV by token."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

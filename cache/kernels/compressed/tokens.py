@@ -1,4 +1,4 @@
-"""Where the sequences of a forward's tokens keep their entries, by token: what kernels for compressed KV read.
+"""The places of entries, token by token, as kernels for compressed KV read them.
 
 Each token is looked up by itself, so that a forward of fixed shape takes decode steps, verify steps and prompts alike.
 """
@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class TokenPages:
-    """Of one layer group. Entry e ≥ begins[t] of token t's sequence stands in page
+    """The pages of each token's sequence in one layer group. Entry e ≥ begins[t] of token t's sequence stands in page
     kv_indices[firsts[t] + (e - begins[t]) // page_size]. All int32: firsts and begins [T]; at least one page."""
 
     firsts: Tensor

@@ -73,7 +73,7 @@ def advance_states(
 
 
 class Launch(NamedTuple):
-    """Of one layer. entries: the pool, and the strides of pages and of this layer."""
+    """The launch of one layer's kernels. entries: the pool, and the strides of pages and of this layer."""
 
     heads: Heads
     scratch: Scratch

@@ -75,7 +75,7 @@ def move_tails_behind(
     TAIL: tl.constexpr, QUERY_AT: tl.constexpr, KEY_AT: tl.constexpr, VALUE_AT: tl.constexpr, KEYS: tl.constexpr,
     VALUES: tl.constexpr, CHUNK_FIELDS: tl.constexpr, SEQUENCE_FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Of a chunk that ends its sequence: see move_tails. All convolutions are there."""
+    """Moves the tails of a chunk that ends its sequence, see move_tails. All convolutions are there."""
     chunk = chunks + which * CHUNK_FIELDS
     sequence, end = sequences + tl.load(chunk) * SEQUENCE_FIELDS, tl.load(chunk + 2)
     if end == tl.load(sequence + 3):
@@ -93,7 +93,8 @@ def move_tails(
     TAIL: tl.constexpr, QUERY_AT: tl.constexpr, KEY_AT: tl.constexpr, VALUE_AT: tl.constexpr, KEYS: tl.constexpr,
     VALUES: tl.constexpr,
 ):  # fmt: skip
-    """Of the channels of a value head, and, with the first one that a key head serves, of this: see _move_tail."""
+    """Moves the channels of a value head. The first value head of a key head also moves that key head's channels. See
+    _move_tail."""
     channels: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + VALUE_HEADS * VALUE_DIM
     _move_tail(last, raw_token, tail, target, VALUE_AT + head * VALUE_DIM, VALUE_DIM, count, behind,
                channels, TAIL, VALUES)  # fmt: skip
@@ -108,8 +109,8 @@ def _move_tail(
     last, raw_token, tail, target, channel, width, count, behind,
     CHANNELS: tl.constexpr, TAIL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of the channels channel … channel + width - 1 of a sequence whose tail `count` new tokens make `target`, which
-    may be the same; `last`: behind the last of these."""
+    """Moves `width` channels, from `channel` on, of a sequence with `count` new tokens. The tail with these tokens
+    becomes `target`, which may be the tail itself. `last` points behind the last new token."""
     column = tl.arange(0, BLOCK)
     for place in tl.static_range(TAIL):  # pyright: ignore[reportGeneralTypeIssues]
         back = TAIL - place

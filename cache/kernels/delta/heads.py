@@ -1,4 +1,4 @@
-"""Where kernels find the heads of a recurrent state in a token's channels. Needs no Triton."""
+"""Finds the heads of a recurrent state in a token's channels. Needs no Triton."""
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType

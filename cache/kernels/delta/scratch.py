@@ -10,8 +10,8 @@ from tandem.cache.kernels.torch.delta_rule import CHUNK
 
 
 class Scratch(NamedTuple):
-    """For m chunks and H value heads. K and V are the padded sizes of a key and a value. Rows without a token are 0.
-    since and until are float32, the others have the model's dtype.
+    """Scratch memory for m chunks and H value heads. K and V are the padded sizes of a key and a value. Rows without a
+    token are 0. since and until are float32, the others have the model's dtype.
 
     mixed: [m, …], after the convolution: q and k [key_heads, CHUNK, K] each, v [H, CHUNK, V].
     w: [m, H, CHUNK, K]; empty without a delta rule.

@@ -82,7 +82,7 @@ def solve_row_chunks(
 
 @triton.jit
 def _at_half(total, CHUNK: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr):
-    """For each row, the last row of the first half of its block of 2 · HALF rows. total: [CHUNK, WIDTH]."""
+    """Returns for each row the last row of the first half of its block of 2 · HALF rows. total: [CHUNK, WIDTH]."""
     pairs = tl.reshape(total, (CHUNK // (2 * HALF), 2 * HALF, WIDTH))
     is_last = tl.arange(0, 2 * HALF)[None, :, None] == HALF - 1
     last = tl.expand_dims(tl.sum(tl.where(is_last, pairs, 0.0), 1), 1)

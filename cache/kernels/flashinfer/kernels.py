@@ -263,7 +263,7 @@ class SharingBuffers(KVBuffers):
 def _run(
     wrapper: Any, q: Tensor, kv: tuple[Any, ...], with_lse: bool, out: Tensor | None = None, **scales: float
 ) -> tuple[Tensor, Tensor | None]:
-    """What the planned wrapper gives for q and the pair of paged K and V, or K and V: o, and with_lse their
+    """Runs the planned wrapper on q and the pair of paged K and V, or K and V. Returns o, and with_lse their
     log-sum-exp, float32 [n, num_q_heads], of base 2. out: where o is written; None: new memory. scales: k_scale and
     v_scale of entries of 8 bits."""
     if with_lse:

@@ -179,7 +179,7 @@ class FlashInferLatentKernels(PlannedWrappers[Latents], LatentAppendThenAttend):
         )
 
     def _split(self, q: Tensor) -> tuple[Tensor, Tensor]:
-        """What of q is not rotated, and what is."""
+        """Splits q into the part that is not rotated and the part that is."""
         still, rotated = q.split_with_sizes((self._heads.key_dim, ROTATED), 2)
         return still, rotated
 

@@ -1,4 +1,4 @@
-"""Which of FlashInfer's modules a cache asks for on a GPU, by its layout alone, and where those built ahead lie.
+"""The FlashInfer modules that a cache needs on a GPU, by its layout alone, and the folder of modules built ahead.
 
 FlashInfer compiles what it lacks with ninja, which goes by times of files: it would build anew what another host has
 built. So modules are kept as libraries alone, in a folder from which FlashInfer loads them as they are.
@@ -64,8 +64,8 @@ class FlashInferModule:
 def plan_modules(
     layout: KVLayout, softcap: float | None, capability: tuple[int, int], heads: LatentHeads | None = None
 ) -> tuple[FlashInferModule, ...]:
-    """Those that FlashInferKernels and FlashInferLatentKernels use for a layout; none where torch's kernels serve, or
-    Triton's (one plane for K and V, and heads of other sizes). heads: of latents."""
+    """Lists the modules that FlashInferKernels and FlashInferLatentKernels use for a layout. Empty where torch's or
+    Triton's kernels serve (one plane for K and V, and heads of other sizes). heads: of latents."""
     if layout.dtype not in DTYPES:
         return ()
     best = "fa3" if capability == HOPPER else "fa2"
@@ -88,7 +88,8 @@ def plan_modules(
 
 
 def module_folder(arch: str) -> Path:
-    """Where modules for these versions of FlashInfer and torch lie. arch: as FlashInfer names its folders, `90a`.
+    """Returns the folder of modules for these versions of FlashInfer and torch. arch: as FlashInfer names its folders,
+    `90a`.
 
     PackageNotFoundError without FlashInfer.
     """
@@ -96,12 +97,12 @@ def module_folder(arch: str) -> Path:
 
 
 def arch_name(capability: tuple[int, int]) -> str:
-    """As FlashInfer's environment has it, `9.0a`."""
+    """Returns the name in FlashInfer's environment variable, like `9.0a`."""
     return ARCHS.get(capability, ".".join(map(str, capability)))
 
 
 def folder_name(archs: Sequence[str]) -> str:
-    """As FlashInfer names its folders."""
+    """Joins the architectures to the name of FlashInfer's folder for them."""
     return "_".join(arch.replace(".", "") for arch in sorted(archs))
 
 

@@ -39,6 +39,7 @@ def _refuse() -> None:
 
 
 def _common_arch() -> str | None:
-    """What FlashInfer calls the architecture of this host's GPUs; None where they differ, or the name is unsure."""
+    """Returns FlashInfer's name of the architecture of this host's GPUs. None where they differ, or the name is
+    unsure."""
     found = {gpu.capability for gpu in read_driver().gpus}
     return ARCHS.get(found.pop()) if len(found) == 1 else None

@@ -70,8 +70,8 @@ def choose_backend(num_tokens: int, num_q_heads: int, device: torch.device) -> s
 
 
 def largest_prompt(workspace: Tensor, num_sequences: int, sizes: tuple[int, int, int, int]) -> int:
-    """As many as FlashInfer's workspace has room for while it splits keys, two tiles a multiprocessor at least; sizes:
-    see FixedPrompts."""
+    """Returns the most prompt tokens for which FlashInfer's workspace has room while it splits keys. 0 if there is no
+    room for two tiles a multiprocessor. sizes: see FixedPrompts."""
     num_q_heads, num_kv_heads, head_dim, _ = sizes
     tiles = workspace.numel() // (num_q_heads * TILE_ROWS * (head_dim + 1) * 4)
     if tiles < 2 * num_multiprocessors(workspace.device) // num_kv_heads:

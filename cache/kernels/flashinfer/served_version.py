@@ -1,4 +1,4 @@
-"""Which versions of FlashInfer serve. Imports neither FlashInfer nor torch."""
+"""Refuses versions of FlashInfer that do not work. Imports neither FlashInfer nor torch."""
 
 from importlib.metadata import PackageNotFoundError, version
 

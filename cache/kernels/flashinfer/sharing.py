@@ -31,7 +31,7 @@ SEGMENT_BYTES = 16 << 20
 
 @dataclass(frozen=True, eq=False)
 class SharedPart:
-    """What a decode of n sequences attends to together, segment after segment, int32.
+    """The shared pages that a decode of n sequences attends to, one segment after another, int32.
 
     The indptrs are on the host, as FlashInfer's planning wants them, the others on the device. queries: [R], rows of q.
     begins [n + 1], found_in [R]: see merge_parts. Only the first qo_indptr[-1] of R count.
@@ -61,7 +61,7 @@ class FixedSharing:
     """SharedParts at fixed addresses on the device, one after another, for a decode step in a CUDA graph."""
 
     def __init__(self, workspace: Tensor, own_workspace: Tensor, size: int, num_rows: int, max_pages: int) -> None:
-        """Of up to `size` sequences of up to max_pages, with num_rows queries of all segments together.
+        """Makes room for `size` sequences of max_pages, with num_rows queries of all segments together.
 
         own_workspace: of FlashInfer's planning; not the one of the wrapper that runs beside this one.
         """
@@ -78,7 +78,7 @@ class FixedSharing:
 
     @staticmethod
     def num_rows(size: int, num_q_heads: int, num_kv_heads: int, head_dim: int, workspace_bytes: int) -> int:
-        """As many as FlashInfer's workspace allows, up to two levels for each sequence."""
+        """Returns the most queries that FlashInfer's workspace allows, up to two levels for each sequence."""
         tiles = workspace_bytes // (num_q_heads * MOST_TILE_ROWS * head_dim * 4) - MOST_SEGMENTS
         return max(min(2 * size, tiles * MOST_TILE_ROWS * num_kv_heads // num_q_heads), MOST_SEGMENTS)
 
@@ -86,15 +86,15 @@ class FixedSharing:
         return shared.qo_indptr.size <= MOST_SEGMENTS + 1 and shared.members.size <= self._num_rows
 
     def plan_largest(self, sizes: tuple[int, int, int, int], options: dict[str, Any]) -> None:
-        """As many queries as there may be, of one page: FlashInfer takes those of the first plan for the most that
-        will come."""
+        """Plans the most queries that there may be, of one page each. FlashInfer takes the first plan's number for the
+        most that will come."""
         qo_indptr, kv_indptr = np.ones((2, MOST_SEGMENTS + 1), np.int32)
         qo_indptr[0] = kv_indptr[0] = 0
         self._part(qo_indptr * np.int32(self._num_rows), kv_indptr).plan(self.wrapper, sizes, options)
 
     def refill(self, shared: SharedPrefixes | None, sizes: tuple[int, int, int, int], options: dict[str, Any]) -> None:
-        """What runs next are these segments, which fit; sequence i of the batch has row i of q. None: no row of the
-        output has a part of what is computed."""
+        """Makes these segments, which fit, the next to run. Sequence i of the batch has row i of q. None: no row of the
+        output has a part from shared pages."""
         if shared is None:
             self._arrays.fill([np.empty(0, np.int32), np.zeros(self._size + 1, np.int32)])
             self.plan_largest(sizes, options)  # another batch's plan may stand in the workspace that they share

@@ -29,7 +29,8 @@ class Crew:
 
     @threads.setter
     def threads(self, threads: int) -> None:
-        """At least 1; fewer where the system has no more. Threads are made at once and stay, asleep while not used."""
+        """Sets the number of threads, at least 1, or fewer where the system has no more. They start at once and sleep
+        while idle."""
         if threads != self._threads:
             self._threads = int(self._set_threads(self.address, threads))
 

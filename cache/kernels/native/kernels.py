@@ -160,5 +160,5 @@ class NativeKernels(AppendThenAttend):
 
 
 def _address(array: Int32Array) -> int:
-    """Of a writable array that is not empty; a third of what array.ctypes takes."""
+    """Returns the address of a writable array that is not empty, in a third of the time that array.ctypes takes."""
     return ctypes.addressof(INT32.from_buffer(array.data))

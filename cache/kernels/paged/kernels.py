@@ -105,7 +105,7 @@ class TritonKernels(TritonSteps):
     def _tiles(
         self, tokens: TokenLayout, tables: PageTables, which: NDArray[np.bool_] | None = None, *, causal: bool = True
     ) -> Int32Array:
-        """Of the sequences that are chosen, all where None are."""
+        """Lays out tiles for the chosen sequences, or for all if `which` is None."""
         firsts, pages = tokens.qo_indptr[:-1], tables.kv_indptr[:-1]
         of_each = firsts, np.diff(tokens.qo_indptr), pages, tables.kv_lens
         chosen = of_each if which is None else tuple(array[which] for array in of_each)
@@ -127,7 +127,8 @@ class TritonKernels(TritonSteps):
 
 @dataclass(frozen=True, eq=False)
 class TileBuffers(KVBuffers):
-    """Of prompts. tiles: as TilePlan has them, as many as can be needed, and zeros for those that are not."""
+    """Graph buffers of prompts. tiles: as TilePlan has them, as many as can be needed; those that are not needed are
+    zeros."""
 
     kernels: TritonKernels
     tiles: Tensor

@@ -26,7 +26,7 @@ KEYS, WARPS, STAGES = 32, 8, 2  # keys at once: of 16 bits and heads of 512, K a
 
 
 def most_tiles(num_tokens: int, num_sequences: int) -> int:
-    """Of any forward of up to so many tokens and sequences."""
+    """The most tiles of a forward of up to so many tokens and sequences."""
     return num_tokens // TOKENS + num_sequences
 
 

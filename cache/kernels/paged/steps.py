@@ -1,4 +1,4 @@
-"""What Triton's kernels do for a pool of K and V on a GPU: append, and all of decode and verify steps in graphs."""
+"""Triton's kernels for a pool of K and V on a GPU: append, and all of decode and verify steps in graphs."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -57,7 +57,7 @@ class TritonSteps(AppendThenAttend):
 
 @dataclass(eq=False)
 class DecodeSteps(GroupBuffers):
-    """Of decode and verify steps, of which one kernel computes a layer.
+    """Decode and verify steps, in which one kernel computes a layer.
 
     A graph that a megakernel computes needs no schedule: the forward that ran before the capture shows which one it is.
     """
@@ -95,7 +95,7 @@ class DecodeSteps(GroupBuffers):
 
 @dataclass(frozen=True, eq=False)
 class KVBuffers(AppendPlan, GroupBuffers, ABC):
-    """Of forwards whose layers append and then attend, as AppendThenAttend does."""
+    """Forwards whose layers append and then attend, as AppendThenAttend does."""
 
     kernels: TritonSteps
 
@@ -119,7 +119,7 @@ class KVBuffers(AppendPlan, GroupBuffers, ABC):
 
 @dataclass(frozen=True, eq=False)
 class SlidingSteps(KVBuffers):
-    """Of decode steps in which sequences may slide."""
+    """Decode steps in which sequences may slide."""
 
     tables: DeviceTables
 

@@ -198,7 +198,8 @@ def plan_stored(
 
 
 def tree_masks(tokens: TokenLayout, tables: PageTables, window: int | None) -> dict[int, Tensor]:
-    """By sequence, float32 [new nodes, positions]: 0 where a node sees one of those in the tables, -inf elsewhere."""
+    """Returns by sequence a mask, float32 [new nodes, positions]: 0 where a node sees a position of the tables, -inf
+    elsewhere."""
     trees = tokens.trees
     if trees is None:
         return {}

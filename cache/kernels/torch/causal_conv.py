@@ -20,7 +20,7 @@ def step_conv(x: Tensor, tails: Tensor, weight: Tensor, bias: Tensor | None = No
 
 
 def chunk_conv(x: Tensor, tail: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """As step_conv, of the next T tokens of one sequence: x [T, C] and tail [taps - 1, C]."""
+    """Convolves the next T tokens of one sequence, see step_conv: x [T, C] and tail [taps - 1, C]."""
     inputs = torch.cat((tail, x))
     output = F.conv1d(inputs.t().unsqueeze(0), weight.unsqueeze(1), bias, groups=weight.shape[0])
     return F.silu(output[0].t()), inputs[x.shape[0] :]

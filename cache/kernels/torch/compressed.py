@@ -65,7 +65,8 @@ class SharedPlan:
 
 
 class TorchSharedKernels(LatentEntries, AttentionBackend[SharedKV]):
-    """Of a pool whose one plane is K and V. Graph buffers are for kernels by token, which read the tables."""
+    """Attention to a pool whose one plane is both K and V. Graph buffers are for kernels by token, which read the
+    tables."""
 
     capabilities = Capabilities(step_graphs=True, verify_graphs=True)
 

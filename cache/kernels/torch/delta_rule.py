@@ -60,11 +60,11 @@ def step_delta_rule(
 def chunk_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, chunk: int = CHUNK
 ) -> tuple[Tensor, Tensor]:
-    """As step_delta_rule, of the next T tokens of one sequence: q, k [T, H, key_dim], v [T, H, value_dim], log_decay
-    and beta [T, H], state [H, key_dim, value_dim].
+    """Computes step_delta_rule for the next T tokens of one sequence: q, k [T, H, key_dim], v [T, H, value_dim],
+    log_decay and beta [T, H], state [H, key_dim, value_dim].
 
-    Takes `chunk` tokens at a time. What they add to the state they are given, token after token, is the solution u of
-    a triangular system (the UT transform of Yang et al., arXiv 2406.06484).
+    Takes `chunk` tokens at a time. The tokens' additions to the state are the solution u of a triangular system (the UT
+    transform of Yang et al., arXiv 2406.06484).
     """
     outputs = []
     for q_c, k_c, v_c, g_c, beta_c in zip(*(x.split(chunk) for x in (q, k, v, log_decay, beta)), strict=True):

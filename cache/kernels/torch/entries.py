@@ -36,7 +36,7 @@ class TorchEntryKernels(AttentionBackend[Entries]):
         return x.k
 
     def read_slots(self, layer: int, slots: Int32Array) -> tuple[Tensor, Tensor]:
-        """With one plane, k and v are the same."""
+        """Reads slots of the pool. With one plane, k and v are equal."""
         return entries_at(self.pool, layer, places_of(self.pool, slots))
 
 

@@ -19,7 +19,7 @@ def advance(shape: KdaShape, x: RecurrentInputs, state: Tensor) -> tuple[Tensor,
 def chunk_kda(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, state: Tensor, chunk: int = CHUNK
 ) -> tuple[Tensor, Tensor]:
-    """As chunk_delta_rule, but with log_decay [T, H, key_dim]."""
+    """Computes chunk_delta_rule with a decay for each row of a state: log_decay is [T, H, key_dim]."""
     outputs = []
     for q_c, k_c, v_c, g_c, beta_c in zip(*(x.split(chunk) for x in (q, k, v, log_decay, beta)), strict=True):
         queries, keys, values = (x.transpose(0, 1) for x in (q_c, k_c, v_c))  # [H, n, dim]

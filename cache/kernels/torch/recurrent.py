@@ -46,9 +46,10 @@ class Chunk(NamedTuple):
 
 
 class StatePlan(NamedTuple):
-    """Of a forward of B sequences. pages: int64 [B]. is_new: bool [B, 1], whether nothing is behind a sequence yet, so
-    that its page means nothing. singles, rows: int64 [n], the sequences with one new token, and that token. chunks: the
-    others. kept: int64 [m], sequences whose states at the end of the forward are kept in kept_pages, int64 [m]."""
+    """A forward of B sequences. pages: int64 [B]. is_new: bool [B, 1], whether a sequence has no tokens yet, so that
+    its page means nothing. singles, rows: int64 [n], the sequences with one new token, and that token. chunks: the
+    other sequences. kept: int64 [m], sequences whose states at the end of the forward are kept in kept_pages, int64
+    [m]."""
 
     pages: Tensor
     is_new: Tensor

@@ -23,7 +23,7 @@ ReadSlots = Callable[[Int32Array], tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class SlidingRows:
-    """Where B sequences stand in a forward, int64 [B] each, in indices of page tables (see SlidingTable).
+    """The standing of B sequences in a forward, int64 [B] each, in indices of page tables (see SlidingTable).
 
     sinks, holes: of each. turned_sinks, turned: sinks below the first, and others below the second, are stored rotated
     by their positions. indices, positions: of the newest token, among what is left and in the text. still: the row of
@@ -99,8 +99,8 @@ class SlidingParts:
         return output
 
     def attend_latents(self, output: Tensor, q: Tensor, read: ReadSlots, scale: float, up: UpProjections) -> Tensor:
-        """As attend() over latents: q [T, num_heads, key_dim + rotated], `output` [T, num_heads, value_dim]. Absorbed,
-        since these are mostly single tokens."""
+        """Attends like attend(), over latents: q [T, num_heads, key_dim + rotated], `output` [T, num_heads, value_dim].
+        Absorbs `up`, since most sequences have one token."""
         key_dim, rank = up.heads.key_dim, up.weight.shape[2]
         for part in self.parts:
             own = q[part.tokens]

@@ -47,11 +47,11 @@ def step_ssd(
 def chunk_ssd(
     x: Tensor, b: Tensor, c: Tensor, log_decay: Tensor, delta: Tensor, state: Tensor, chunk: int = CHUNK
 ) -> tuple[Tensor, Tensor]:
-    """As step_ssd, of the next T tokens of one sequence: x [T, H, head_dim], b, c [T, G, state_size], log_decay and
-    delta [T, H], state [H, head_dim, state_size].
+    """Computes step_ssd for the next T tokens of one sequence: x [T, H, head_dim], b, c [T, G, state_size], log_decay
+    and delta [T, H], state [H, head_dim, state_size].
 
-    Takes `chunk` tokens at a time: within these y is masked attention of C to B with decays for a mask, and what was
-    before them is read from the state.
+    Takes `chunk` tokens at a time. Within a chunk y is masked attention of C to B with decays for a mask. The effect of
+    earlier chunks is read from the state.
     """
     outputs, served = [], x.shape[1] // b.shape[1]
     for x_c, b_c, c_c, g_c, delta_c in zip(*(one.split(chunk) for one in (x, b, c, log_decay, delta)), strict=True):

@@ -22,7 +22,7 @@ HEADS_PER_PROGRAM = 8
 
 @dataclass(frozen=True, eq=False)
 class AppendTargets:
-    """Where T new tokens go.
+    """The slots that take T new tokens.
 
     slots: int32 [T], own slots, negative for a token that is not stored here. peer_rows: int64 [T], the address in a
     mapped pool of the row of head_dim elements that takes the K of layer 0, head 0, or 0 for a token that stays here;

@@ -55,8 +55,8 @@ def attend_seen(
     scale: float,
     fp8: Fp8Rows | None = None,
 ) -> Tensor:
-    """As attend_chosen(), of all that each token sees, one position at least. longest: about the most of these, by
-    which programs are counted."""
+    """Attends like attend_chosen(), to all positions that each token sees, at least one. longest: about the largest
+    number of positions, from which the number of programs follows."""
     pages = seen.firsts, seen.kv_indices
     return _attend(pool, layer, q, rotated, seen.lengths, pages, longest, scale, fp8, chosen=False)
 

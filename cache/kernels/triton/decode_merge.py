@@ -47,7 +47,7 @@ def leave(
 
 @triton.jit
 def _q_head(row, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr):
-    """Where the q head of a tile's row is, from the first one's: each token has KV_HEADS · GROUP."""
+    """Returns the q head of a tile's row, counted from the first one. Each token has KV_HEADS · GROUP q heads."""
     if PACK == 1:
         return row
     return row // GROUP * (KV_HEADS * GROUP) + row % GROUP

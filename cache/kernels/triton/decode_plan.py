@@ -89,12 +89,12 @@ class DecodePlan:
 
     @property
     def most_splits(self) -> int:
-        """That one sequence can have: each other sequence has one."""
+        """The most splits of one sequence, if each other sequence has one."""
         return self.schedule.shape[0] - self.tables.slots.shape[0] + 1
 
 
 def tile_rows(group: int) -> int:
-    """Of q in a program's tile, for groups of so many q heads."""
+    """Returns the rows of q in a program's tile, for groups of so many q heads."""
     return max(LEAST_ROWS, next_power_of_2(group))
 
 

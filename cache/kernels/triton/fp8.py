@@ -15,7 +15,7 @@ def quantise(x, factor, dtype: tl.constexpr):
 
 @triton.jit
 def power_of_two(most):
-    """What least_powers_of_two() gives of float32 numbers ≥ 0, and its reciprocal."""
+    """Returns least_powers_of_two() of float32 numbers ≥ 0, and its reciprocal."""
     exponent = tl.maximum(((most.to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23) - 8, 1)
     return (exponent << 23).to(tl.float32, bitcast=True), ((254 - exponent) << 23).to(tl.float32, bitcast=True)
 

@@ -25,8 +25,9 @@ from tandem.cache.plan.tables import PageTables, Send, TokenLayout
 
 @dataclass(frozen=True, eq=False)
 class IndexPlan(AppendPlan):
-    """Of the n choosers: tokens, int64 [n], theirs among the packed ones, None where all are; what they see; and tiles,
-    (begin, end, longest), of which scores are in memory together."""
+    """A forward with n choosers. tokens: int64 [n], the choosers' indices among the packed tokens; None: all tokens
+    choose. seen: the positions they see. tiles: (begin, end, longest), the tokens whose scores are in memory
+    together."""
 
     tokens: Tensor | None
     seen: SeenPages

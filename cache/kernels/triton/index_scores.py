@@ -20,7 +20,7 @@ PROGRAMS = 512  # that share the positions of few tokens
 
 @dataclass(frozen=True, eq=False)
 class SeenPages:
-    """What n tokens see: positions 0 … lengths[i] - 1 (int32 [n]), in pages that begin at kv_indices[firsts[i]]
+    """The positions that n tokens see: 0 … lengths[i] - 1 (int32 [n]), in pages that begin at kv_indices[firsts[i]]
     (firsts: int32 [n], kv_indices: int32)."""
 
     lengths: Tensor
@@ -28,7 +28,7 @@ class SeenPages:
     kv_indices: Tensor
 
     def between(self, begin: int, end: int) -> "SeenPages":
-        """Those of tokens begin … end - 1."""
+        """Returns the pages of tokens begin … end - 1."""
         return SeenPages(self.lengths[begin:end], self.firsts[begin:end], self.kv_indices)
 
 

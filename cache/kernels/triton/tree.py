@@ -51,8 +51,8 @@ class TreeTiles:
 def lay_out_tiles(
     tokens: TokenLayout, tables: PageTables, page_size: int, window: int | None
 ) -> tuple[TreeContexts | None, list[NDArray[np.int32]]]:
-    """What is before the forward's trees, in these tables and with this window, and what the tensors of TreeTiles hold;
-    None and nothing without trees."""
+    """Returns the contexts of the forward's trees, in these tables and with this window, and the values of TreeTiles'
+    tensors. None and an empty list without trees."""
     trees = tokens.trees
     if trees is None:
         return None, []

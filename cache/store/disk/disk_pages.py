@@ -137,7 +137,7 @@ class DiskPages:
             return np.array([digest in self._entries[group] for digest in digests], np.bool_)
 
     def digests(self) -> list[bytes]:
-        """Of all pages; one may stand there for several groups."""
+        """Returns the digests of all pages. A digest may occur for several groups."""
         with self._changed:
             return [digest for entries in self._entries for digest in entries]
 

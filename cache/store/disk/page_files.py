@@ -85,7 +85,7 @@ class PageFiles:
         self._room = np.frombuffer(mmap.mmap(-1, max(self._stride, BLOCK)), np.uint8)  # begins a block
 
     def entries(self) -> Iterator[tuple[int, Entry]]:
-        """Of all slots that have a header. Removes files that are none of these."""
+        """Yields the slots that have a header. Removes files of other shapes or names."""
         shape = self.shape
         for path in sorted(self._folder.glob(f"group{self._group}-*.pages")):
             number = path.stem.rpartition("-")[2]

@@ -54,8 +54,8 @@ class AdapterSettings:
 
 @dataclass(frozen=True)
 class RecordSettings:
-    """Where a worker's actions are recorded. max_bytes: of a file; a record that is full ends. prompts: whether it has
-    token ids."""
+    """The record of a worker's actions. max_bytes: of a file; a record that is full ends. prompts: whether it has token
+    ids."""
 
     folder: str
     max_bytes: int = 256 << 20
@@ -142,13 +142,13 @@ class WorkerConfig:
 
     @property
     def island_ranks(self) -> IslandRanks:
-        """Of all workers, also where each has one."""
+        """The ranks of all workers, also where each has one."""
         return IslandRanks(self.ranks or (1,) * self.num_pes)
 
 
 @dataclass(frozen=True)
 class LoopSettings:
-    """What a worker's step loop needs of it."""
+    """The settings of a worker that its step loop needs."""
 
     lease_seconds: float  # how long a reservation and a speculative prompt are kept
     sharing: bool  # whether prompts with the same beginning share its pages
@@ -164,7 +164,7 @@ class LoopSettings:
 
     @classmethod
     def of(cls, config: WorkerConfig, *, sharing: bool, eos_token_ids: tuple[int, ...]) -> "LoopSettings":
-        """Those of a worker."""
+        """Takes the settings from a worker's configuration."""
         return cls(
             max_batch_tokens=config.max_batch_tokens,
             max_sequences=config.max_sequences,
@@ -181,5 +181,6 @@ class LoopSettings:
 
 
 def max_message_bytes(max_model_len: int) -> int:
-    """Of a message between gateway and worker, which carries a prompt as 4 bytes a token, whatever a client sent."""
+    """Returns the most bytes of a message between gateway and worker. It carries a prompt as 4 bytes a token, whatever
+    a client sent."""
     return MESSAGE_BYTES + 4 * max_model_len

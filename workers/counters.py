@@ -1,4 +1,4 @@
-"""What a worker has done, refused and taken back since it started."""
+"""Counts what a worker has done, refused and taken back since it started."""
 
 from dataclasses import dataclass
 

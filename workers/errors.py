@@ -105,7 +105,7 @@ class ForwardFailed(WorkerError):
 
 
 def forward_failed(what: str, error: Exception, lost: str = "") -> WorkerError:
-    """What the caller hears of a request whose forward raised. lost: see Engine.lost. A lost rank or peer is the
+    """Returns the error that ends a request whose forward raised. lost: see Engine.lost. A lost rank or peer is the
     worker's end, not the request's."""
     if isinstance(error, RankLost):
         return error

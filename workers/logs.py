@@ -1,4 +1,4 @@
-"""Where a process's log goes, and how a line looks."""
+"""Opens a process's log and formats its lines."""
 
 import json
 import logging
@@ -136,6 +136,6 @@ def _fields(record: logging.LogRecord) -> dict[str, object]:
 
 
 def _plain(value: object) -> str:
-    """Without spaces and line ends that a client has chosen."""
+    """Returns the text of a value, quoted where spaces or line ends from a client could break the line."""
     text = str(value)
     return text if PLAIN.fullmatch(text) and '"' not in text else json.dumps(text)

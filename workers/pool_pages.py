@@ -39,8 +39,8 @@ PROMPTS_AT_ONCE = 8  # long ones; in what they need, short ones fill as many for
 
 
 def pool_pages(config: WorkerConfig, layout: KVLayout, num_pages: int) -> tuple[int, ...]:
-    """Of each layer group, with num_pages of those that keep all. Groups with a window get fewer where their window
-    cannot use as many; groups with states one for each sequence, and those for snapshots."""
+    """Returns the pages of each layer group. Groups that keep all get num_pages. Groups with a window get fewer where
+    their window cannot use as many. Groups with states get one for each sequence, and those for snapshots."""
     return pages_of_groups(layout, num_pages, _uses(config), _states(config))
 
 
@@ -50,15 +50,16 @@ def pages_in(config: WorkerConfig, layout: KVLayout, num_bytes: int) -> int:
 
 
 def snapshot_rule(config: WorkerConfig, layout: KVLayout, num_pages: int) -> SnapshotRule:
-    """When forwards of a worker take snapshots of states."""
+    """Returns the rule by which a worker's forwards take snapshots of states."""
     states = _states(config)
     most = num_snapshots(layout, num_pages, _uses(config), states.share)
     return SnapshotRule(config.state_interval or config.page_size, most, states.drafted)
 
 
 def host_slots(config: WorkerConfig, layout: KVLayout, num_pages: int) -> tuple[int, ...]:
-    """Of each layer group, how many pages fit into a rank's part of config.host_bytes. Groups share the bytes as the
-    pools do; of groups with states, pages for snapshots count alone. None fits into fewer than host_bytes_needed()."""
+    """Returns for each layer group the number of pages that fit into a rank's part of config.host_bytes. Groups share
+    the bytes as the pools do; of groups with states, pages for snapshots count alone. None fits into fewer than
+    host_bytes_needed()."""
     counts = _kept_on_host(config, layout, num_pages)
     num_bytes = (config.host_bytes or 0) // config.island_ranks[config.pe]
     total = sum(count * layout.page_bytes(group) for group, count in enumerate(counts))
@@ -73,9 +74,9 @@ def host_bytes_needed(config: WorkerConfig, layout: KVLayout, num_pages: int) ->
 
 
 def with_host_bytes(config: WorkerConfig, layout: KVLayout, num_pages: int) -> WorkerConfig:
-    """With host_bytes, where the configuration leaves them to the worker: on a GPU host a quarter of what this machine
-    or the worker's control group has, in even parts for all workers there, and at most MOST_HOST_BYTES; none where they
-    would hold nothing. All ranks and replays find the same, whatever else runs. layout: see host_store."""
+    """Sets host_bytes where the configuration leaves them to the worker. On a GPU host all workers there share a
+    quarter of the memory of the machine, or of the worker's control group. Each gets at most MOST_HOST_BYTES, and none
+    where it would hold nothing. All ranks and replays find the same, whatever else runs. layout: see host_store."""
     if config.host_bytes is not None or config.device != "cuda":
         return config
     processes = config.workers_on_host or sum(config.island_ranks)
@@ -111,9 +112,9 @@ def host_store(
     ranks: Ranks,
     own: KVLayout | None = None,
 ) -> HostStore | None:
-    """For evicted prefixes, where config.host_bytes asks for one, with a disk behind it where config has that. layout:
-    the largest of the island, by which all ranks keep as many pages. own: that of this rank; None: the same. Raises
-    InvalidArgument where the bytes hold too few."""
+    """Makes a store for evicted prefixes, if config.host_bytes asks for it, with a disk below it if config has one.
+    layout: the largest of the island, by which all ranks keep as many pages. own: that of this rank; None: the same.
+    Raises InvalidArgument where the bytes hold too few."""
     own = layout if own is None else own
     if not config.host_bytes:
         return None
@@ -155,9 +156,10 @@ def _fingerprint(config: WorkerConfig, layout: KVLayout) -> bytes:
 
 
 def parked_store(config: WorkerConfig, layout: KVLayout, num_pages: int, pools: Sequence[Tensor]) -> ParkedStore:
-    """For parked sequences. Groups share config.parked_bytes as the pools do, of groups with states one page for each
-    sequence. layout: the largest of the island, by which all ranks keep as many pages. Raises InvalidArgument where the
-    bytes hold less than a page of each, or, where sequences take pages as they grow, less than the pools."""
+    """Makes a store for parked sequences. Groups share config.parked_bytes as the pools do; groups with states count
+    one page for each sequence. layout: the largest of the island, by which all ranks keep as many pages. Raises
+    InvalidArgument where the bytes hold less than a page of each group. Where sequences take pages as they grow, the
+    bytes must hold the pools."""
     counts = pool_pages(config, layout, num_pages)
     counts = [config.max_sequences if of.whole else count for of, count in zip(layout.paging, counts, strict=True)]
     total = sum(count * layout.page_bytes(group) for group, count in enumerate(counts))
@@ -169,14 +171,15 @@ def parked_store(config: WorkerConfig, layout: KVLayout, num_pages: int, pools: 
 
 
 def _kept_on_host(config: WorkerConfig, layout: KVLayout, num_pages: int) -> list[int]:
-    """Of each layer group, the pages by which the groups share host_bytes."""
+    """Returns for each layer group the pages by which the groups share host_bytes."""
     states = num_snapshots(layout, num_pages, _uses(config), _states(config).share)
     counts = pool_pages(config, layout, num_pages)
     return [states if paging.whole else count for paging, count in zip(layout.paging, counts, strict=True)]
 
 
 def _uses(config: WorkerConfig) -> tuple[PageUse, ...]:
-    """What a worker holds at a time: sequences that it decodes, and prompts that it computes for its peers."""
+    """Returns the uses of a worker's pools at a time: sequences that it decodes, and prompts that it computes for its
+    peers."""
     return (
         PageUse(config.max_sequences, config.max_model_len, longest_append(config.speculation)),
         PageUse(PROMPTS_AT_ONCE, config.max_model_len, config.max_batch_tokens),

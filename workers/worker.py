@@ -129,12 +129,13 @@ class Worker:
 
     @property
     def layout(self) -> KVLayout:
-        """Of its pages."""
+        """The layout of the worker's pages."""
         return self._layout
 
     @property
     def largest_layout(self) -> KVLayout:
-        """Of the shard with the largest pages in its island, by which all of that count their pages."""
+        """The layout of the shard with the largest pages in the island. All workers of the island count their pages by
+        it."""
         return self._ranks.largest_layout
 
     @property
@@ -143,7 +144,8 @@ class Worker:
         return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
     def pages_that_fit(self, utilization: float) -> int:
-        """Between load() and open(), on a GPU: how many pages this part of its memory has room for; or GpuTooSmall."""
+        """Returns the number of pages that fit this part of the GPU's memory, or raises GpuTooSmall. Called between
+        load() and open()."""
         config = self.config
         with on_the_gpu("the largest forward beside the weights"):
             budget = measure_budget(
@@ -194,7 +196,7 @@ class Worker:
 
     @property
     def cache(self) -> PagedKVCache:
-        """Between serve() and leave() or stop(); for the step thread only."""
+        """The cache, between serve() and leave() or stop(); for the step thread only."""
         assert self._cache is not None, "serve() comes first"
         return self._cache
 
@@ -210,7 +212,7 @@ class Worker:
 
     @property
     def peers(self) -> PeerChanges:
-        """Between serve() and leave() or stop(), where the transport is elastic."""
+        """The changes of peers, between serve() and leave() or stop(), where the transport is elastic."""
         return PeerChanges(self._transport, self._loop, self.on_step_thread)
 
     @property
@@ -282,7 +284,7 @@ class Worker:
             self._opened = None
 
     def rejoin(self, config: WorkerConfig) -> None:
-        """After leave(): what this process is in its island's next epoch; open() comes next."""
+        """Takes the process's place in its island's next epoch, after leave(). open() comes next."""
         gc.collect()  # what cycles of the epoch before still hold of its pools: the next ones need that memory
         self.config = config
         self._ranks.rejoin(config)
@@ -343,13 +345,14 @@ class Worker:
         return address
 
     async def _end_server(self, server: grpc.aio.Server) -> None:
-        """On the event loop, where its last reference ends: gRPC then closes a socket that this loop reads."""
+        """Ends the server on the event loop, where its last reference ends: gRPC then closes a socket that this loop
+        reads."""
         self._server = None
         await server.stop(grace=None)
 
     def assemble(self, watch: Watch | None = None, recorder: Recorder | None = None) -> Engine:
-        """Between join() and leave(): the engine, over a new cache. A rank that follows begins to follow. watch: gives
-        what the cache writes through. recorder: writes down what the engine does."""
+        """Makes the engine over a new cache, between join() and leave(). A rank that follows begins to follow. watch:
+        gives what the cache writes through. recorder: writes down what the engine does."""
         config = self.config
         counted = config, self.largest_layout, self._num_pages
         cache = self._cache = make_cache(
@@ -375,7 +378,7 @@ class Worker:
         return Engine(*parts) if recorder is None else WatchedEngine(*parts, recorder)
 
     def _make_loop(self, engine: Engine) -> StepLoop:
-        """On the event loop, which tokens go through."""
+        """Makes the loop on the event loop, through which tokens go."""
         config = self.config
         settings = LoopSettings.of(config, sharing=self._sharing, eos_token_ids=self._eos_token_ids)
         fanout = TokenFanout(asyncio.get_running_loop(), config.max_stream_messages_per_second)

@@ -1,4 +1,4 @@
-"""What config.json and weights' headers tell without torch, whose import takes seconds. Loading checks all again."""
+"""Checks config.json and the weights' headers without torch, whose import takes seconds. Loading checks all again."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What weights' headers tell without torch: files that are not there or cut short, and weights of another model.
+"""Checks the weights' headers without torch, for files that are missing or cut short, and for weights of another model.
 
 Loading checks all again, by the parameters that it fills.
 """

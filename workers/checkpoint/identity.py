@@ -1,4 +1,4 @@
-"""What tells a checkpoint from another, without reading all of it."""
+"""Identifies a checkpoint without reading all of it."""
 
 import os
 from hashlib import blake2b

@@ -1,5 +1,5 @@
-"""What a checkpoint's headers tell: its tensors, and how much memory they take at least. It needs no torch, so it comes
-before all."""
+"""Reads the tensors in a checkpoint's headers, and the least memory that they take. It needs no torch, so it comes
+first."""
 
 import json
 import math

@@ -176,7 +176,8 @@ class TensorPart:
         return self.file.path, self.offset
 
     def read(self, staging: Tensor) -> int:
-        """From any thread, which has new_staging() to itself. Returns the bytes that were filled."""
+        """Reads the part; any thread may call it that has new_staging() to itself. Returns the bytes that were
+        filled."""
         target = self.target
         if target.dtype == self.dtype and target.device.type == "cpu" and self.columns is None:
             self.file.read(self.offset, target)

@@ -11,7 +11,7 @@ REQUIRED = ("num_attention_heads", "hidden_size", "vocab_size", "intermediate_si
 MAX_HEADS = 1 << 14  # more than any model has
 GATED = ("silu", "swish", "gelu_pytorch_tanh")  # the activations that are served, by their names in config.json
 WITH_ALL = frozenset({"experts", "shared experts", "groups of experts", "latent attention"})
-"""What families may have that read hidden_act, and one RoPE of all layers."""
+"""Features that a model may have whose family reads hidden_act and one RoPE for all layers."""
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 

@@ -41,12 +41,12 @@ class StoredWeight(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
     def parts(self, one: Slice) -> Sequence[WeightPart]:
-        """Those that fill the target of a slice, dequantized. Raises InvalidWeights."""
+        """Returns the parts that fill the target of a slice, dequantized. Raises InvalidWeights."""
         ...
 
     def kept(self) -> Mapping[str, "StoredWeight"]:
-        """What fills the tensors of a weight that memory holds in the form of its format: by kind, see Weight.tensors.
-        Empty: memory holds it dense."""
+        """Returns the tensors of a weight that memory keeps in the form of its format: by kind, see Weight.tensors.
+        Empty: memory keeps it dense."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What the layers of a model have, as the fields of its config.json tell, whatever its architecture is called."""
+"""Lists the features of a model's layers by the fields of its config.json, whatever its architecture is called."""
 
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType

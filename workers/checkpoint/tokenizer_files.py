@@ -31,7 +31,7 @@ DEFAULT = "default"  # the name of a template that stands alone
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """What the files of a folder say. tokenizer() makes the tokenizer, with the tokens of all of them.
+    """The contents of a folder's tokenizer files. tokenizer() makes the tokenizer, with the tokens of all of them.
 
     special_tokens: texts by the names that templates know, bos_token and so on. chat_templates: sources by name.
     """
@@ -106,7 +106,7 @@ def end_tokens(folder: Path, of_model: Sequence[int], vocab_size: int) -> tuple[
 
 
 def _fields(path: Path) -> Fields:
-    """Those of a JSON file, which may not be there."""
+    """Reads the fields of a JSON file, or none if there is no file."""
     return Fields.from_file(path) if is_there(path) else Fields({}, path.name)
 
 
@@ -158,7 +158,7 @@ def _added_by_id(fields: Fields) -> dict[int, AddedToken]:
 
 
 def _added_before(folder: Path, special: Iterable[AddedToken]) -> dict[int, AddedToken]:
-    """Those of added_tokens.json, which has ids by text."""
+    """Returns the added tokens of added_tokens.json, which has ids by text."""
     fields, texts = _fields(folder / "added_tokens.json"), {token.content for token in special}
     _check_number(fields.source, "the object", len(fields.names()))
     return {
@@ -179,7 +179,7 @@ def _check_number(source: str, name: str, count: int) -> None:
 
 
 def _chat_templates(folder: Path, fields: Fields) -> dict[str, str]:
-    """Of the first place that has any."""
+    """Returns the templates of the first place that has any."""
     files = sorted((folder / "additional_chat_templates").glob("*.jinja"))
     if len(files) > MAX_TEMPLATES:
         raise InvalidTokenizer(f"{files[0].parent} has {len(files)} templates; at most {MAX_TEMPLATES} are accepted")

@@ -1,4 +1,4 @@
-"""Which files hold a checkpoint's weights. It needs no torch."""
+"""Lists the files that hold a checkpoint's weights. It needs no torch."""
 
 from collections.abc import Iterable
 from pathlib import Path

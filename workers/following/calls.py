@@ -1,4 +1,4 @@
-"""What a leader tells its followers: a message before each call of its engine, and one behind each action."""
+"""The messages of a leader to its followers: one before each call of its engine, and one after each action."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ def call_types() -> list[ValueType]:
 
 
 def handles_in(result: Any) -> Iterator[Any]:
-    """What later calls may name, in order."""
+    """Yields the handles in a result that later calls may name, in order."""
     if isinstance(result, HANDLES):
         yield result
     elif isinstance(result, list | tuple):

@@ -75,7 +75,8 @@ class Follower:
         return None
 
     def finish(self, seconds: float) -> None:
-        """Behind the end of its thread: makes the calls up to the leader's last, whose device may wait for them."""
+        """Makes the calls up to the leader's last, whose device may wait for them. Called after the end of the
+        follower's thread."""
         deadline = time.monotonic() + seconds
         while not self.lost and not self._ended and time.monotonic() < deadline:
             self.step()

@@ -161,7 +161,7 @@ class LeadingEngine(WatchedEngine):
         self._leader.wait_for_all()
 
     def sequence(self, sequence: int) -> SequenceState:
-        """With what all ranks have sent of it."""
+        """Returns the state of a sequence. Its bytes_sent count what all ranks have sent."""
         found = super().sequence(sequence)
         return found._replace(bytes_sent=found.bytes_sent * self._token_bytes // self.layout.token_bytes)
 

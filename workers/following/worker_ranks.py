@@ -1,4 +1,4 @@
-"""What a worker has besides where it is one rank of several: its shard, what ranks share, and who leads."""
+"""What a rank of a worker with several ranks has besides: its shard, what ranks share, and who leads."""
 
 import os
 import time
@@ -42,7 +42,8 @@ Transports = Callable[[str, TransportConfig], Transport]
 
 
 class WorkerRanks:
-    """Of one process. A worker with one rank, in an island where all have one, is as if this were not there."""
+    """The ranks of a worker, seen from one process. If every worker of the island has one rank, this changes
+    nothing."""
 
     def __init__(self, config: WorkerConfig) -> None:
         """Raises NoRanks."""
@@ -62,18 +63,19 @@ class WorkerRanks:
         self.follower: Follower | None = None
 
     def rejoin(self, config: WorkerConfig) -> None:
-        """After leave(): what this process is in its island's next epoch. Its shard stays."""
+        """Takes the process's place in the island's next epoch, after leave(). Its shard stays."""
         self._config = config
         assert self.shard == Shard(config.rank, self._sizes[config.pe]), "a process keeps its shard"
 
     @property
     def ranks(self) -> Ranks:
-        """For the model's layers."""
+        """The ranks that the model's layers sum over."""
         return self._shared or ALONE
 
     @property
     def largest_layout(self) -> KVLayout:
-        """Of the shard with the largest pages in the island: those of all take as much where memory is symmetric."""
+        """The layout of the shard with the largest pages in the island. Where memory is symmetric, all ranks take as
+        much."""
         return self._parts(Shard(0, min(self._sizes)))[2]
 
     @property
@@ -108,11 +110,13 @@ class WorkerRanks:
 
     @staticmethod
     def of_transport(handle: bytes) -> bytes:
-        """That of a transport, from one that opened() gave, or from a bundle of those of a worker's ranks."""
+        """Returns the transport's handle, from a handle that opened() gave, or from a bundle of the handles of a
+        worker's ranks."""
         return handle.rpartition(MEMORY_END)[2]
 
     def joined(self, handles: Sequence[bytes]) -> list[bytes]:
-        """Of all ranks, as opened() gives them or as peers offer them; those of their transports. Raises RankLost."""
+        """Takes the handles of all ranks, as opened() gives them or as peers offer them. Returns the handles of their
+        transports. Raises RankLost."""
         leads = handles[self._sizes.process(self._config.pe)]
         if self.follows:
             self._memory = attach_memory(leads.partition(MEMORY_END)[0], *self._extent)
@@ -137,7 +141,7 @@ class WorkerRanks:
         return engine
 
     def wait_for_captures(self, seconds: float) -> None:
-        """Of a follower: returns once it is prepared as its leader is. Raises RankLost."""
+        """Waits until this follower has captured as many graphs as its leader. Raises RankLost."""
         follower, deadline = self.follower, time.monotonic() + seconds
         assert follower is not None, "engine() comes first"
         while follower.captures < CAPTURES:
@@ -146,7 +150,7 @@ class WorkerRanks:
             time.sleep(POLL_SECONDS)
 
     def leave(self) -> None:
-        """Behind the end of the step thread. Idempotent."""
+        """Releases what the ranks share, after the end of the step thread. Idempotent."""
         if self.leader is not None:
             self.leader.close()
         if self.follower is not None:
@@ -161,8 +165,8 @@ class WorkerRanks:
             self._fd = -1
 
     def _areas(self, transport: RankTransport, memory: RankMemory) -> list[int]:
-        """Where the ranks of this worker meet: in what the transport maps, else in memory of their own. NoRanks where
-        their GPUs do not map each other's memory. Raises RankLost."""
+        """Returns the memory areas in which this worker's ranks meet: areas that the transport maps, else memory of
+        their own. NoRanks where their GPUs do not map each other's memory. Raises RankLost."""
         areas = [transport.rank_scratch(rank) for rank in range(self.shard.size)]
         if areas[self.shard.rank] is None:
             torch.cuda.current_stream().synchronize()  # binds this thread to the device, as the driver's calls do not

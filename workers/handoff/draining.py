@@ -72,7 +72,8 @@ class DrainingWrites:
         return answer
 
     def _ask(self) -> bool:
-        """Where asking fails, the next call asks a later fence, behind the same writes."""
+        """Asks whether the writes are quiet. If asking fails, the next call asks a later fence, after the same
+        writes."""
         try:
             if self._fence is None:
                 self._fence = self._engine.fence(self.request.reservation.target_pe)
@@ -83,7 +84,7 @@ class DrainingWrites:
             return False
 
     def _hasten(self) -> None:
-        """From now on a link that may come back is waited for no longer than anything else."""
+        """Stops waiting longer for a link that may come back than for anything else."""
         self._seconds = min(self._seconds, self._clock() - self._began + QUIET_SECONDS)
 
     def _give_up(self) -> None:

@@ -1,4 +1,4 @@
-"""What a sender remembers of requests that are over: calls come late and twice."""
+"""Remembers a sender's requests that are over, because calls come late and twice."""
 
 from collections import OrderedDict
 from concurrent.futures import Future
@@ -23,7 +23,7 @@ class EndedRequests:
             self._aborted.popitem(last=False)
 
     def release(self, prefix: str) -> None:
-        """As if every request whose id begins with `prefix` had been aborted, those yet to arrive included."""
+        """Treats every request whose id begins with `prefix` as aborted, also requests yet to arrive."""
         self._released = (*self._released, prefix)
 
     def is_aborted(self, request_id: str) -> bool:

@@ -1,4 +1,4 @@
-"""Which reservations this worker may write to: each one once, and none that was recalled."""
+"""Grants this worker each reservation once, and none that was recalled."""
 
 import math
 
@@ -25,8 +25,9 @@ class Grants:
         self._latest: dict[tuple[int, int], int] = {}  # (receiver, slot) → generation
 
     def check(self, reservation: Reservation, num_tokens: int, border: int = 0) -> PositionMap:
-        """Where the KV of a prompt of num_tokens goes. border: see decode_map. Raises StaleEpoch, StaleReservation,
-        InvalidCall or InvalidPositionMap unless this worker may write for the reservation."""
+        """Returns the map by which the KV of a prompt of num_tokens is written. border: see decode_map. Raises
+        StaleEpoch, StaleReservation, InvalidCall or InvalidPositionMap unless this worker may write for the
+        reservation."""
         peers = self._engine.peers
         for name, limit in (("target_pe", peers.num_pes), ("signal_slot", peers.num_signals)):
             value = getattr(reservation, name)
@@ -70,11 +71,11 @@ class Grants:
         return position_map
 
     def take(self, reservation: Reservation) -> None:
-        """From now on the reservation is used; check() came first."""
+        """Marks the reservation as used. The caller has called check() before."""
         self._latest[reservation.target_pe, reservation.signal_slot] = reservation.generation
 
     def forget(self, pe: int) -> None:
-        """That receiver has gone; the uses of its rows count from the beginning."""
+        """Forgets a receiver that has gone. The uses of its rows count from the beginning."""
         self._latest = {row: generation for row, generation in self._latest.items() if row[0] != pe}
 
     def recalled(self) -> list[Recall]:

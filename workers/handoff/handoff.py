@@ -85,7 +85,7 @@ class Handoff:
         return self._grants.check(reservation, num_tokens, border)
 
     def lease(self, reservation: Reservation) -> Lease:
-        """That of a request; it runs until attend()."""
+        """Returns the lease of a request; it runs until attend()."""
         return Lease(reservation.lease_seconds * WRITER_FRACTION, self._clock)
 
     def begin(self, request: PrefillRequest) -> None:
@@ -106,7 +106,7 @@ class Handoff:
         return self._requests.get(request_id)
 
     def part(self, pe: int, error: Exception, stop: Stop) -> None:
-        """That receiver was cut: its requests end, and no write to it is under way."""
+        """Ends the requests of a receiver that was cut. No write to it is under way."""
         for request in [one for one in self._requests.values() if one.reservation.target_pe == pe]:
             stop(request, error)
         self.settle()
@@ -210,7 +210,7 @@ class Handoff:
                 log.exception("PE %d waits on for the answer to its recall", recall.pe)
 
     def _recalled(self, recall: Recall) -> list[PrefillRequest]:
-        """Those of that use of the receiver's slot whose writes are not known to be quiet."""
+        """Returns the requests for that use of the receiver's slot whose writes are not known to be quiet."""
         return [
             request
             for request in self._requests.values()

@@ -91,11 +91,11 @@ class Reservations:
         return self._requests.get(request_id)
 
     def decoded(self) -> list[DecodeRequest]:
-        """Those that have their first token, and have neither ended nor been parked."""
+        """Returns the requests that have their first token, and have neither ended nor been parked."""
         return [request for request in self._requests.values() if request.output and not request.parked]
 
     def refuse(self, prefix: str) -> None:
-        """From now on, every request whose id begins with `prefix`."""
+        """Refuses, from now on, every request whose id begins with `prefix`."""
         self._refused = (*self._refused, prefix)
 
     def request_ids(self) -> list[str]:
@@ -229,8 +229,8 @@ class Reservations:
         return False
 
     def part(self, pe: int) -> list[DecodeRequest]:
-        """That writer was cut, so that no write of it can come any more: pages that drain for it are free. Returns the
-        requests whose KV it has not written as a whole, for the caller to end."""
+        """Frees the pages that drain for a writer that was cut, because none of its writes can come any more. Returns
+        the requests whose KV it has not written as a whole, for the caller to end."""
         mailbox = self.mailbox()
         for recall in [recall for recall in self._draining if recall.pe == pe]:
             self._engine.withdraw(recall)
@@ -307,7 +307,8 @@ class Reservations:
         )
 
     def shortage(self, ask: Ask) -> tuple[list[int], int]:
-        """What prepare() lacks for `ask`: pages of each layer group, and sequences; 0 or less of what is there."""
+        """Returns the pages of each layer group, and the sequences, that prepare() lacks for `ask`; 0 or less where
+        none is lacking."""
         local = ask.writer_pe == self._engine.peers.pe
         reach = self.room.first_reach(ask.prompt, ask.max_tokens, local=local)
         room = self._engine.room(*reach, ask.prompt.encoder.length)
@@ -343,7 +344,7 @@ class Reservations:
         return all(room.fits for room in self.room.for_longest())
 
     def _offer(self, request: DecodeRequest, pages: int, writer_pe: int) -> Reservation:
-        """What the writer is told; a local reservation has no map, and no mailbox row."""
+        """Makes the reservation for the writer. A local reservation has no map, and no mailbox row."""
         engine, signal = self._engine, request.signal
         position_map = None
         if signal is not None:
@@ -380,6 +381,7 @@ def received_tokens(mailbox: Int64Array, requests: list[DecodeRequest]) -> Int64
 
 
 def landed(mailbox: Int64Array, requests: list[DecodeRequest]) -> list[DecodeRequest]:
-    """Those whose KV is all here. The signal comes after quiet: once it is there, the sender writes no more."""
+    """Returns the requests whose KV has arrived in full. The signal comes after quiet: once it is there, the sender
+    writes no more."""
     received = zip(requests, received_tokens(mailbox, requests).tolist(), strict=True)
     return [request for request, tokens in received if tokens >= request.expected_tokens]

@@ -48,7 +48,7 @@ class RetiredSequences:
             self._waiting.popleft()[1]()
 
     def _do(self, action: Callable[[], object]) -> None:
-        """Once the device is past all that was launched."""
+        """Runs the action once the device is past all that was launched."""
         is_past = self._engine.mark()
         if is_past is None:
             action()

@@ -34,7 +34,7 @@ class SequenceRoom:
     def first_reach(
         self, prompt: PromptSpec, max_tokens: int, num_output: int = 0, *, local: bool = False
     ) -> tuple[int, int]:
-        """As reach(), with the part of the output that is reserved behind num_output tokens."""
+        """Returns reach() with the part of the output that is reserved after num_output tokens."""
         capacity, longest = self.reach(prompt, max_tokens, local=local)
         if self._reserved_output == 1 or local or prompt.sliding is not None:
             return capacity, longest
@@ -42,7 +42,7 @@ class SequenceRoom:
         return min(capacity, len(prompt) + num_output + part), longest
 
     def for_longest(self) -> list[Room]:
-        """That of a prompt of the greatest length, with an encoder of either half."""
+        """Returns the room for a prompt of the greatest length, with an encoder of either half."""
         engine = self._engine
         longest, most = engine.max_sequence_length, self._max_batch_tokens
         halves = (0, longest) if engine.layout.has_encoder else (0,)

@@ -1,4 +1,4 @@
-"""What LoRA adapters add to a product, each row by an adapter of its own."""
+"""The kernels of LoRA adapters, which add to each row of a product by the row's own adapter."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -44,5 +44,6 @@ class AdapterKernels(Protocol):
         return y
 
     def compile(self, matrices: AdapterMatrices) -> None:
-        """Whatever add() needs of kernels for such matrices and any number of rows: later no step waits for it."""
+        """Compiles all kernels that add() needs for such matrices and any number of rows, so that no later step waits
+        for them."""
         ...

@@ -40,8 +40,8 @@ class LayerKernels(Protocol):
 
 
 class DeltaKernels(Protocol):
-    """What a layer with a gated delta rule computes before and after its state. T tokens; Hv value heads of Dv stand in
-    G groups, in order. Last dimensions are dense. Rounding is transformers'.
+    """The operations of a layer with a gated delta rule before and after its state. T tokens; Hv value heads of Dv
+    stand in G groups, in order. Last dimensions are dense. Rounding is transformers'.
     """
 
     def rates(self, b: Tensor, a: Tensor, decay: Tensor, decay_bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,7 +114,7 @@ class FusedGemms(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class HyperParameters:
-    """What weights of N streams are made of, float32: K of them, by `fn` [K, N·H], `scale` and `base` [K]."""
+    """The parameters that make K weights of N streams, float32: `fn` [K, N·H], `scale` and `base` [K]."""
 
     fn: Tensor
     base: Tensor
@@ -139,8 +139,8 @@ class HyperKernels(Protocol):
     def open(
         self, streams: Tensor, parameters: HyperParameters, settings: HyperSettings
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What the block takes, [T, H] in the dtype of streams, and float32 post [T, N] and mix [T, N, N] for close().
-        parameters: of K = 2·N + N² weights."""
+        """Returns the block's input, [T, H] in the dtype of streams, and float32 post [T, N] and mix [T, N, N] for
+        close(). parameters: of K = 2·N + N² weights."""
         ...
 
     def close(self, streams: Tensor, output: Tensor, post: Tensor, mix: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ class HyperKernels(Protocol):
         ...
 
     def collapse(self, streams: Tensor, parameters: HyperParameters, settings: HyperSettings) -> Tensor:
-        """What the last norm takes, [T, H] in the dtype of streams. parameters: of K = N weights."""
+        """Returns the input of the last norm, [T, H] in the dtype of streams. parameters: of K = N weights."""
         ...
 
 
@@ -244,7 +244,7 @@ class EnteringRows(NamedTuple):
 
 
 class Entered(NamedTuple):
-    """For the n rows of one step of a chain. Tensors [n]."""
+    """The inputs of the n rows of one step of a chain. Tensors [n]."""
 
     tokens: Tensor  # int64, inputs; 0 for padding
     uniforms: Tensor  # int64, the bits of float64 to sample with; the seeds of padding
@@ -288,7 +288,7 @@ class DraftKernels(Protocol):
         ...
 
     def enter(self, rows: EnteringRows, number: int, ahead: int, histories: Histories) -> Entered:
-        """What goes into step `number` of a chain, from 0.
+        """Returns the inputs of step `number` of a chain, from 0.
 
         A token is the last of the sequence's history, or what stands `number` behind it, as follow() with max_ngram 0
         finds it. It is at its row's position + number - surplus; the token behind it is sampled with the number for

@@ -70,7 +70,7 @@ def native_layer_kernels(device: torch.device, dtype: torch.dtype) -> NativeLaye
 
 
 def choose_fused_gemms(device: torch.device, dtype: torch.dtype) -> FusedGemms | None:
-    """For 16 bits on a GPU; None elsewhere."""
+    """Returns the kernels for 16 bits on a GPU; None elsewhere."""
     if device.type != "cuda" or dtype == torch.float32:
         return None
     from tandem.workers.kernels.triton.gemv import TritonGemv  # triton may be missing elsewhere
@@ -130,7 +130,8 @@ def choose_best_experts(device: torch.device) -> Callable[..., tuple[Tensor, Ten
 
 @cache
 def choose_packed_kernels(device: torch.device, dtype: torch.dtype) -> PackedKernels:
-    """On a GPU Triton's, and CUDA's for few rows where those can be built; else torch's. The first call may compile."""
+    """Returns Triton's kernels on a GPU, and CUDA's for few rows where those can be built; else torch's. The first call
+    may compile."""
     if device.type != "cuda":
         return TorchPacked()
     from tandem.workers.kernels.triton.packed import TritonPacked  # triton may be missing elsewhere
@@ -151,7 +152,7 @@ def choose_resident_gemms(shape: ResidentShape, device: torch.device) -> Residen
 
 
 def choose_sampler(num_rows: int, device: torch.device) -> Sampler:
-    """For steps of up to num_rows rows: Triton's on a GPU, else torch's."""
+    """Returns a sampler for steps of up to num_rows rows: Triton's on a GPU, else torch's."""
     if device.type != "cuda":
         return TorchSampler()
     from tandem.workers.kernels.triton.sampler import TritonSampler  # triton may be missing elsewhere

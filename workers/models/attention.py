@@ -90,7 +90,8 @@ class GroupedQueryAttention:
 
 
 class GatedOutputAttention(GroupedQueryAttention):
-    """Behind each head of q the first product has a gate, whose sigmoid multiplies the head's output."""
+    """Attention with gates. After each head of q the first product has a gate, whose sigmoid multiplies the head's
+    output."""
 
     def __call__(self, x: Tensor, layer: int, cached: CachedAttention) -> Tensor:
         heads, k, v = self._split(self.qkv.linear(x))
@@ -126,7 +127,7 @@ class ReadingAttention(GroupedQueryAttention):
 
 
 class ChunkedAttention(GroupedQueryAttention):
-    """As ChunkedConfig says. The norm stands behind the rotation, but without a weight both may change places."""
+    """Attention by ChunkedConfig. The norm comes after the rotation. Without a weight their order does not matter."""
 
     def __init__(
         self,

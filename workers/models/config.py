@@ -112,7 +112,7 @@ class ModelConfig:
 
     @property
     def layer_spans(self) -> tuple[Span, ...]:
-        """What each layer keeps."""
+        """The span that each layer keeps."""
         windows = self.layer_windows or (None,) * self.num_layers
         if self.recurrent is not None:
             return tuple(LAST if layer in self.recurrent.layers else ALL for layer in range(self.num_layers))
@@ -123,7 +123,7 @@ class ModelConfig:
 
     @property
     def extra_weights(self) -> tuple[str, ...]:
-        """What the weight names of layers for multi-token prediction begin with."""
+        """The beginnings of the weight names of layers for multi-token prediction."""
         if self.extra_root is not None:
             return (f"{self.extra_root}.",)
         return tuple(f"{self.weight_root}.layers.{self.num_layers + extra}." for extra in range(self.num_extra_layers))
@@ -142,7 +142,7 @@ class ModelConfig:
 
     @property
     def readers(self) -> dict[int, int]:
-        """Of each layer that stores no K and V the one whose K and V it reads."""
+        """For each layer that stores no K and V, the layer whose K and V it reads."""
         first, spans = self.num_layers - self.num_readers, self.layer_spans
         last = {span: layer for layer, span in enumerate(spans[:first])}
         return {layer: last[spans[layer]] for layer in range(first, self.num_layers)}
@@ -158,7 +158,7 @@ class ModelConfig:
         return self.num_heads << self.gated_output, kv_heads, kv_heads
 
     def intermediate_size_of(self, layer: int) -> int:
-        """Of its dense feed-forward."""
+        """Returns the intermediate size of the layer's dense feed-forward."""
         return self.intermediate_size << (self.wide_readers and layer >= self.num_layers - self.num_readers)
 
     @property
@@ -216,7 +216,8 @@ class ModelConfig:
         return "lm_head.weight" if self.encoder is None else "lm_head.out_proj.weight"
 
     def stored_head_dim(self, head_dim: int) -> int:
-        """Of K and V in the cache: in 16 bits the least that kernels on a GPU take. Behind head_dim there are zeros."""
+        """Returns the head_dim of K and V in the cache: in 16 bits the least that kernels on a GPU take. The numbers
+        after head_dim are zeros."""
         if self.dtype == torch.float32:
             return head_dim
         return next((size for size in GPU_HEAD_DIMS if size >= head_dim), head_dim)
@@ -286,7 +287,7 @@ def _read_heads(fields: Fields, num_kv_heads: int | None, head_dim: int | None) 
 
 
 def read_dtype(fields: Fields) -> torch.dtype:
-    """From dtype (transformers 5) or torch_dtype (4); float32 when neither is given: see load_config."""
+    """Reads dtype (transformers 5) or torch_dtype (4); float32 when neither is given: see load_config."""
     name = "dtype" if "dtype" in fields else "torch_dtype"
     value = fields.text(name, "float32").removeprefix("torch.")
     if value not in DTYPES:

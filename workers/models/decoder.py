@@ -33,7 +33,7 @@ from tandem.workers.weights.weight import Projection
 
 
 class Decoder(Protocol):
-    """What a runner computes: a DenseDecoder, or one with more around it."""
+    """The model of a runner: a DenseDecoder, or a decoder with more around it."""
 
     @property
     def config(self) -> ModelConfig: ...
@@ -47,7 +47,7 @@ class Decoder(Protocol):
 
     @property
     def follow(self) -> Callable[[Tensor, CachedAttention], Tensor] | None:
-        """What comes once a step's tokens are sampled, see HeadedDecoder.follow; None: nothing."""
+        """Computes more after a step's tokens are sampled, see HeadedDecoder.follow; None: nothing."""
         ...
 
     @property
@@ -149,8 +149,8 @@ class DenseDecoder:
         return self.logits(self._hidden(token_ids, x, cached, last_rows))
 
     def hidden(self, token_ids: Tensor, cached: CachedAttention, rows: Tensor | None) -> Tensor:
-        """What logits() takes, [n, hidden_size], of rows `rows` (int64 [n]; None: all) of the packed tokens; else as
-        forward()."""
+        """Returns the input of logits(), [n, hidden_size], for rows `rows` (int64 [n]; None: all) of the packed tokens.
+        Otherwise like forward()."""
         return self._hidden(token_ids, self.embed(token_ids), cached, rows)
 
     def tapped(

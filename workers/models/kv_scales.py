@@ -65,7 +65,7 @@ def _scales_of(config: WorkerConfig, folder: str, model: ModelConfig) -> KVScale
 
 
 def _without_scales(config: WorkerConfig, model: ModelConfig) -> KVScales:
-    """Of latents and index keys, whose entries carry their own."""
+    """Refuses scales for latents and index keys, whose entries carry their own."""
     for name, scale in (("k_scale", config.k_scale), ("v_scale", config.v_scale)):
         if scale is not None:
             raise InvalidArgument(

@@ -61,7 +61,7 @@ class BesideParameters:
 
 @dataclass(frozen=True, slots=True)
 class PerLayerParameters:
-    """What a layer does with its own input of P numbers."""
+    """The parameters by which a layer uses its own input of P numbers."""
 
     gate: Weight  # [P, H]
     projection: Weight  # [H, P]
@@ -182,13 +182,13 @@ def allocate_parameters(config: ModelConfig, device: torch.device, forms: Forms 
 
 
 def allocators(config: ModelConfig, device: torch.device, forms: Forms) -> tuple[Allocator, Allocator]:
-    """Of weights, and of norms'."""
+    """Returns the allocators of weights, and of norms' weights."""
     new = Allocator(config.dtype, device, forms)
     return new, Allocator(torch.float32, device) if config.float32_norms else new
 
 
 def allocate_layer(config: ModelConfig, index: int, new: Allocator, new_norm: Allocator) -> LayerParameters:
-    """Of layer `index`. new_norm: makes the weights of norms."""
+    """Allocates the parameters of layer `index`. new_norm: makes the weights of norms."""
     hidden, moe, first = config.hidden_size, config.moe, new_norm(config.hidden_size)
     return LayerParameters(
         LayerNorms(

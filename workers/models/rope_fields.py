@@ -99,7 +99,8 @@ def _needed_by(rope_type: str, scaling: Fields, length_ratio: float) -> dict[str
 
 
 def _original_length(fields: Fields, scaling: Fields, of_family: int | None, max_position_embeddings: int) -> int:
-    """Beside the object it goes before what the object says (Phi 3 began that), as in transformers."""
+    """Returns the trained length. As in transformers, the model's own field goes before the field in rope_scaling (Phi
+    3 began that)."""
     name = "original_max_position_embeddings"
     default = of_family or scaling.integer(name, max_position_embeddings, minimum=1)
     return fields.integer(name, default, minimum=1)

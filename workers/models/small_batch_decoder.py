@@ -112,7 +112,7 @@ class SmallBatchDecoder:
         return kernels.linear(x, self._lm_head, self._final_norm), torch.cat(tapped, 1) if tapped else None
 
     def _make_megakernels(self, stored: torch.dtype) -> dict[int, DecodeMegakernel]:
-        """By number of rows; may compile."""
+        """Makes the megakernels by number of rows; may compile."""
         config, lm_head = self._config, self._lm_head.weight
         layers = [made for layer in self._layers if (made := _megakernel_layer(layer, config.dtype)) is not None]
         of_weights = {layer.qkv.dtype for layer in layers}

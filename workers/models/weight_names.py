@@ -64,7 +64,7 @@ def named_weights(
 def layer_weights(
     config: ModelConfig, index: int, layer: LayerParameters, prefix: str, joined: bool
 ) -> dict[str, Tensor]:
-    """Those of layer `index`. joined: whether the experts' are in one tensor each."""
+    """Returns the weights of layer `index` by name. joined: whether the experts' are in one tensor each."""
     if isinstance(layer.attention, SharedParameters):
         return _published_weights(config, layer, layer.attention, prefix)
     weights = _norm_weights(config, layer.norms, prefix)
@@ -98,7 +98,7 @@ def _mixer_weights(config: ModelConfig, layer: int, parameters: AnyAttention, pr
 def _published_weights(
     config: ModelConfig, layer: LayerParameters, attention: SharedParameters, prefix: str
 ) -> dict[str, Tensor]:
-    """Those of a layer of DeepSeek-V4, which transformers also writes by the names that are published."""
+    """Returns the weights of a layer of DeepSeek-V4, which transformers also writes under the published names."""
     weights = {
         f"{prefix}.attn_norm.weight": layer.norms.before_attention,
         f"{prefix}.ffn_norm.weight": layer.norms.before_feed_forward,

@@ -1,4 +1,4 @@
-"""From a checkpoint folder to filled parameters: safetensors only, in parallel reads, straight into the parameters."""
+"""Loads a checkpoint folder into parameters: safetensors only, in parallel reads, straight into the parameters."""
 
 import dataclasses
 import re

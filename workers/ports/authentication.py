@@ -1,4 +1,4 @@
-"""Who may call a server: whoever sends its bearer token (RFC 6750). Over gRPC an interceptor denies everybody else."""
+"""Lets only callers with a server's bearer token call it (RFC 6750). Over gRPC an interceptor denies everybody else."""
 
 import hmac
 from collections.abc import Awaitable, Callable, Sequence
@@ -17,7 +17,7 @@ StubT = TypeVar("StubT")
 
 
 class BearerToken:
-    """What callers must show, whatever the server."""
+    """The token that callers of a server must send."""
 
     def __init__(self, token: str) -> None:
         """ValueError when token is empty: an empty one would let everybody in."""

@@ -1,4 +1,4 @@
-"""Whose call begins next, where clients send calls faster than a server looks at them.
+"""Chooses the next call to begin, where clients send calls faster than a server looks at them.
 
 gRPC keeps calls in one line, whatever connections they came over. A call at the end of it waits for all others, those
 that were cancelled included: 0.1 to 0.3 ms of the event loop each. So few are let into that line, from one connection
@@ -17,7 +17,7 @@ LOST_SECONDS = 0.01  # without a look at a call; those that were ahead were none
 
 
 class Rest(Enum):
-    """What a connection has left."""
+    """The rest of a connection's input."""
 
     NOTHING = auto()
     FRAMES = auto()
@@ -31,7 +31,7 @@ class Connection(Protocol):
 
 
 class CallTurns:
-    """Of the connections of one server. Owned by the event loop."""
+    """Takes turns among the connections of one server. Owned by the event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -79,7 +79,7 @@ class CallTurns:
             self._schedule()
 
     def _unblock(self) -> None:
-        """As many as may begin a call."""
+        """Lets as many connections begin a call as may."""
         free = CALLS_AHEAD - self._ahead
         if self._blocked and not free:
             self._watch = self._watch or self._loop.call_later(LOST_SECONDS, self._look_again, self._looks)

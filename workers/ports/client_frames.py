@@ -1,4 +1,4 @@
-"""What one HTTP/2 client sends, frame by frame (RFC 9113, section 4.1). Payloads are passed on unread."""
+"""Reads an HTTP/2 client's bytes, frame by frame (RFC 9113, section 4.1). Payloads are passed on unread."""
 
 from dataclasses import dataclass
 
@@ -54,7 +54,8 @@ class ClientFrames:
                 self._rest = len(PREFACE)
 
     def take(self, frames: int, calls: int) -> Passed:
-        """At most so many frames, and new calls among them. Part of a frame's payload may go ahead of the rest."""
+        """Passes on at most so many frames, and new calls among them. Part of a frame's payload may go ahead of the
+        rest."""
         passed, held, at, end = Passed(), self._held, 0, len(self._held)
         if self._preface:
             return passed

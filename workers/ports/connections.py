@@ -1,4 +1,4 @@
-"""What each gRPC server here grants its callers, beyond gRPC's own defaults."""
+"""Options that each gRPC server here grants its callers, beyond gRPC's own defaults."""
 
 UNANSWERED_CALLS = 1 << 14  # that a server has yet to look at, about 9 KB each; gRPC cancels calls beyond, unexplained
 UNSEEN_SECONDS = 24 * 3600  # that a call may wait for the server; after 30 s gRPC would cancel it, unexplained

@@ -17,7 +17,7 @@ async def heed_end() -> None:
 
 
 async def read_message(context: grpc.aio.ServicerContext) -> Any:
-    """As context.read(). The read goes on where its call is cancelled, and ends by itself."""
+    """Reads a message like context.read(). If its call is cancelled, the read goes on and ends by itself."""
     try:
         message = await asyncio.shield(unwatched(asyncio.ensure_future(context.read())))
     except Exception:

@@ -173,7 +173,7 @@ class _Client(asyncio.Protocol):
             self._port.turns.enter(self)
 
     def pass_on(self, frames: int, calls: int) -> tuple[int, Rest]:
-        """As CallTurns asks for."""
+        """Passes frames on when CallTurns asks for it."""
         assert self._server is not None, "it enters when it is connected"
         passed = self._frames.take(frames, calls)
         if passed.content:
@@ -271,6 +271,6 @@ def _has_left(client: asyncio.Transport) -> bool:
 
 
 def _name_of(client: asyncio.Transport) -> str:
-    """As gRPC would call it."""
+    """Returns the client's name as gRPC would call it."""
     host, port = client.get_extra_info("peername")[:2]
     return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"

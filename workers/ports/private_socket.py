@@ -1,4 +1,4 @@
-"""Where a gRPC server hears only from processes of the same user and host."""
+"""Makes a gRPC server's socket that only processes of the same user and host can reach."""
 
 import os
 import shutil
@@ -33,6 +33,6 @@ class PrivateSocket:
 
 
 def private_target(number: int) -> str:
-    """What gRPC calls the PrivateSocket of that number, which is unlike those of all others on its host."""
+    """Returns gRPC's address of the PrivateSocket of that number, which is unique on its host."""
     process, file = number >> FILE_BITS, number & (1 << FILE_BITS) - 1
     return f"unix:/proc/{process}/fd/{file}"

@@ -113,7 +113,7 @@ class PromptForwards:
         return pooled, readings
 
     def publish(self, chunks: Sequence[Chunk]) -> None:
-        """What was computed of prompts that are not at their end, where their next chunk lets go of windows, or takes
+        """Publishes the computed part of unfinished prompts whose next chunk drops pages from a window, or takes
         pages."""
         if self._engine.layout.drops_past or self._engine.layout.recurs:
             for prompt in (prompt for prompt, _ in chunks if prompt.computed < prompt.num_tokens):
@@ -153,7 +153,7 @@ class PromptForwards:
             prompt.marked = True
 
     def _send(self, prompt: Prompt) -> None:
-        """What is launched and not sent."""
+        """Pushes what is launched and not sent."""
         seconds_before = self._meter.seconds
         self._engine.push(prompt.sequence_id)
         self._count_pushed([prompt], self._meter.seconds - seconds_before)
@@ -177,7 +177,7 @@ def _packed(chunks: Sequence[Chunk]) -> PromptChunks:
 
 
 def _scored(prompt: Prompt, length: int) -> Scored | None:
-    """What a chunk of so many tokens predicts of its prompt."""
+    """Returns the targets that a chunk of so many tokens predicts of its prompt."""
     if prompt.gatherer is None:
         return None
     targets = prompt.token_ids[prompt.computed + 1 : prompt.computed + 1 + length]

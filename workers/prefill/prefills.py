@@ -182,7 +182,7 @@ class Prefills:
 
     @property
     def computed_tokens(self) -> int:
-        """Of prompts, so far, those that were begun speculatively included."""
+        """The number of prompt tokens computed so far, including prompts that were begun speculatively."""
         return self._forwards.computed_tokens + self._speculative.computed_tokens
 
     @property
@@ -204,7 +204,8 @@ class Prefills:
         return len(self._ahead) + self.readers.num_pending >= MOST_AHEAD
 
     def upkeep(self) -> None:
-        """What comes before a batch: requests that end from outside, and waiting prompts for which there is room."""
+        """Prepares for a batch: ends requests that ended from outside, and starts waiting prompts for which there is
+        room."""
         self._speculative.expire()
         self._retired.settle()
         self.poll()
@@ -342,7 +343,7 @@ class Prefills:
         self._handoff.await_quiet(prompts)
 
     def _parameters(self, prompts: Sequence[Prompt]) -> SampleBatch:
-        """Of their first tokens."""
+        """Returns the sampling parameters of the prompts' first tokens."""
         rules = [prompt.logit_rules(self._eos_token_ids) for prompt in prompts]
         return SampleBatch.from_params([prompt.params for prompt in prompts], rules)
 

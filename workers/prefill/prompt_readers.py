@@ -29,8 +29,8 @@ PARAMS = SamplingParams(temperature=0)  # nothing is sampled by them
 
 
 class ReadPrompts(NamedTuple):
-    """What a call gets. values: [n, hidden], or [n, token_ids] where these are wanted. seconds: from the first forward
-    until the last prompt was computed."""
+    """The result of a call. values: [n, hidden], or [n, token_ids] where these are wanted. seconds: from the first
+    forward until the last prompt was computed."""
 
     values: Float32Array
     cached_tokens: tuple[int, ...]

@@ -25,7 +25,7 @@ GREEDY = SampleBatch.from_params([SamplingParams(temperature=0)])
 
 
 class SpeculativePrefill:
-    """At most one prompt, whose KV is written to nobody. Owned by the step thread.
+    """Computes at most one prompt, whose KV is written to nobody. Owned by the step thread.
 
     A prompt with a reservation may need its pages: drop() is right at any time. Pages that its forward may still write
     to are free once the device is past it.
@@ -53,7 +53,7 @@ class SpeculativePrefill:
 
     @property
     def request_id(self) -> str | None:
-        """That of the prompt; None without one."""
+        """The prompt's request id; None without a prompt."""
         return None if self._prompt is None else self._prompt.request_id
 
     def take(self, request_id: str, spec: PromptSpec) -> "Future[FirstToken] | None":

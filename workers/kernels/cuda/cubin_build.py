@@ -28,7 +28,7 @@ def defines(**values: int | str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Cubin:
-    """What one cubin is compiled of.
+    """The source and options from which one cubin is compiled.
 
     source: a file, which may include its folder's headers. defines: as `-DNAME=VALUE`. arch: as nvcc has it, `90` or
     `90a`.
@@ -44,7 +44,7 @@ class Cubin:
 
     @property
     def key(self) -> bytes:
-        """Of all that it comes from but the compiler."""
+        """All inputs of the compilation except the compiler."""
         return repr((*read_with_headers(self.source, self.source.parent), *self.options)).encode()
 
     def name(self, compiler: str) -> str:

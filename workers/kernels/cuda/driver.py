@@ -60,7 +60,7 @@ class Function:
         self._attributes = (_Attribute * len(attributes))(*attributes)
 
     def launch(self, blocks: int, arguments: Sequence[ctypes.Structure | ctypes._SimpleCData]) -> None:
-        """On the current stream. arguments: in the order of the kernel's parameters."""
+        """Launches the kernel on the current stream. arguments: in the order of the kernel's parameters."""
         launch = _Launch(
             grid=(blocks, 1, 1),
             block=(self._threads, 1, 1),
@@ -97,8 +97,8 @@ class Module(Driver):
     def tensor_map(
         self, address: int, dtype: torch.dtype, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]
     ) -> TensorMap:
-        """Of 16-bit numbers: sizes and box innermost first, box[0] of 128 bytes; strides in bytes, of all sizes but
-        the first, which has none. Outside of the tensor a box is 0.
+        """Makes a map of 16-bit numbers. sizes and box: innermost first, box[0] of 128 bytes. strides: in bytes, of all
+        sizes but the first, which has none. Outside of the tensor a box is 0.
         """
         room = ctypes.create_string_buffer(MAP_BYTES + MAP_ALIGNMENT)
         aligned = -(-ctypes.addressof(room) // MAP_ALIGNMENT) * MAP_ALIGNMENT

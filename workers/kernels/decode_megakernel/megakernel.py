@@ -156,8 +156,9 @@ def _word(value: Tensor | int | None) -> int:
 
 
 def _scaling(product: Linear) -> int | None:
-    """What shares scales, for ScaleBlock of scales.cuh: rows, as a power of two, in the upper half of a byte; whether
-    SCALED_COLUMNS do, not all, in the lower. None: something else does. 0: there are none."""
+    """Returns how numbers share scales, for ScaleBlock of scales.cuh. The upper half of a byte has the rows of a scale,
+    as a power of two. The lower half has 1 if SCALED_COLUMNS share one, 0 if all columns do. None: something else does.
+    0: there are no scales."""
     scaled = product.scaled
     if scaled is None:
         return 0
@@ -270,7 +271,7 @@ class MegakernelLaunch:
     """The kernel on a GPU: a block on each multiprocessor, all of them at once."""
 
     def __init__(self, cubin: bytes, blocks: int, warps: int) -> None:
-        """For the current device, whose context exists."""
+        """Loads the kernel for the current device, whose context exists."""
         self._blocks = blocks
         self._kernel = Function(
             Module(cubin), "decode_megakernel", threads=32 * warps, shared_bytes=SHARED_BYTES, cooperative=True
@@ -295,7 +296,7 @@ def load_megakernels(shape: MegakernelShape, device: torch.device) -> dict[int, 
 
 
 def plan_megakernels(shape: MegakernelShape, capability: tuple[int, int], multiprocessors: int) -> dict[int, Cubin]:
-    """What is compiled for a GPU, by number of rows; empty where device or shape does not suit."""
+    """Returns the cubins to compile for a GPU, by number of rows; empty where device or shape does not suit."""
     arch, counts = "".join(map(str, capability)), ROW_COUNTS if capability >= (9, 0) else ()
     return {
         rows: Cubin(SOURCE, shape.defines(multiprocessors, WARPS, rows), arch)

@@ -144,7 +144,7 @@ def pack(weight: Tensor) -> Tensor:
 
 @cache
 def load_native_layer() -> NativeLayerKernels | None:
-    """Once in a process; None where they cannot be built."""
+    """Loads the kernels, once in a process; None where they cannot be built."""
     library, crew = load_library(SOURCE), load_crew()
     if library is None or crew is None:
         return None

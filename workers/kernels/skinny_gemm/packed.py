@@ -40,7 +40,7 @@ class Tiling:
 
     @property
     def shared_bytes(self) -> int:
-        """Of the warps' sums."""
+        """The bytes of the warps' sums."""
         return 4 * WARPS * 16 * self.tiles * (8 * self.octets + 1)
 
     @property
@@ -149,6 +149,6 @@ def load_packed_gemms(device: torch.device, dtype: torch.dtype, others: PackedKe
 
 
 def plan_packed_gemms(dtype: torch.dtype, capability: tuple[int, int]) -> Cubin | None:
-    """What is compiled for a GPU; None where it or the dtype does not suit."""
+    """Returns the cubin to compile for a GPU; None where the GPU or the dtype does not suit."""
     suits = capability >= LEAST and dtype in (torch.float16, torch.bfloat16)
     return Cubin(SOURCE, packed_defines(dtype), "".join(map(str, capability))) if suits else None

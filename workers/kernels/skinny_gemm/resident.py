@@ -127,7 +127,7 @@ class ResidentGemms:
     """FusedGemms for up to MAX_ROWS rows of a model of one shape, without biases. Norms round as LayerKernels' do."""
 
     def __init__(self, cubin: bytes, shape: ResidentShape, multiprocessors: int, kernels: LayerKernels) -> None:
-        """For the current device. kernels: for the norm before the head, whose GEMM is torch's."""
+        """Loads the kernels for the current device. kernels: for the norm before the head, whose GEMM is torch's."""
         module = Module(cubin)
         self._kernels = kernels
         self._launches: dict[tuple[int, int, bool, bool, int], tuple[Function, int]] = {}
@@ -179,6 +179,6 @@ def load_resident_gemms(shape: ResidentShape, device: torch.device, kernels: Lay
 
 
 def plan_resident_gemms(shape: ResidentShape, capability: tuple[int, int], multiprocessors: int) -> Cubin | None:
-    """What is compiled for a GPU; None where device or shape does not suit."""
+    """Returns the cubin to compile for a GPU; None where device or shape does not suit."""
     options = shape.defines(multiprocessors) if capability >= (9, 0) else None
     return None if options is None else Cubin(SOURCE, options, "".join(map(str, capability)))

@@ -187,6 +187,6 @@ def load_streamed_gemms(device: torch.device, dtype: torch.dtype) -> StreamedGem
 
 
 def plan_streamed_gemms(dtype: torch.dtype, capability: tuple[int, int]) -> Cubin | None:
-    """What is compiled for a GPU; None where it or the dtype does not suit."""
+    """Returns the cubin to compile for a GPU; None where the GPU or the dtype does not suit."""
     suits = capability == HOPPER and dtype in (torch.float16, torch.bfloat16)
     return Cubin(SOURCE, streamed_defines(dtype), "90a") if suits else None

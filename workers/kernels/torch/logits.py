@@ -49,7 +49,7 @@ class TorchLogits:
 
 
 def _process(logits: Tensor, position: int, tables: RuleTables, slot: int) -> None:
-    """Of float32 [vocab], in place."""
+    """Applies the rules to float32 [vocab], in place."""
     seen, record = tables.seen[slot], tables.records[slot]
     bits = tables.allowed[slot, :, None] >> torch.arange(32, dtype=torch.int32)
     logits.masked_fill_((bits & 1 == 0).reshape(-1)[: logits.shape[0]], -torch.inf)

@@ -28,7 +28,7 @@ class TorchPacked:
     def grouped(
         self, x: Tensor, weights: PackedLinear, blocks: ExpertBlocks, scale: Tensor | None, fan_out: int
     ) -> Tensor:
-        """For tests: it reads the blocks on the host."""
+        """Multiplies as the kernels do. It is for tests, because it reads the blocks on the host."""
         y = torch.zeros(blocks.num_pairs, weights.rows, dtype=torch.float32, device=x.device)
         for pairs, expert in zip(blocks.pairs.long(), blocks.experts.tolist(), strict=True):
             rows = pairs[pairs < blocks.num_pairs]
@@ -58,7 +58,7 @@ def dequantize(weights: PackedLinear, begin: int, end: int) -> Tensor:
 
 
 def one_of(weights: PackedLinear, index: int) -> PackedLinear:
-    """That of an expert; views."""
+    """Returns views of one expert's weight."""
     parts = (weights.numbers, weights.scales, weights.zeros, weights.groups, weights.bias)
     return PackedLinear(*(None if one is None else one[index] for one in parts))  # type: ignore[arg-type]
 

@@ -31,7 +31,7 @@ SUMS = 512  # numbers that a program adds up
 
 
 class TritonAdapters(AdapterKernels):
-    """In 16 bits or float32, on a GPU or in Triton's interpreter."""
+    """Kernels for 16 bits or float32, on a GPU or in Triton's interpreter."""
 
     def add(self, y: Tensor, x: Tensor, matrices: AdapterMatrices, slots: Tensor) -> None:
         """See AdapterKernels."""
@@ -131,7 +131,7 @@ class TritonAdapters(AdapterKernels):
 
 @lru_cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Of all products of a device: they follow one another."""
+    """Returns the stream of all products of a device. They follow one another."""
     return torch.cuda.Stream(device)
 
 
@@ -145,7 +145,7 @@ def precision_of(x: Tensor) -> str:
 
 
 def num_splits(depth: int, programs: int) -> int:
-    """Into how many parts the columns are cut for which there are so many programs: a power of 2."""
+    """Returns the number of parts into which columns are cut for so many programs: a power of 2."""
     most = max(1, depth // (2 * DEPTH))
     wanted = min(most, max(1, PROGRAMS // programs))
     return 1 << (wanted.bit_length() - 1)

@@ -219,8 +219,8 @@ def _mix(bits):
 
 @triton.jit
 def _first_end(history, last, MAX_NGRAM: tl.constexpr, BLOCK: tl.constexpr):
-    """Where the longest n-gram that ends at `last` ends first; `last` where it stands nowhere else.
-    Each lane keeps the first of the longest that it has seen."""
+    """Returns the first place where the longest n-gram that ends at `last` ends; `last` if it occurs nowhere else. Each
+    lane keeps the first of the longest that it has seen."""
     lane = tl.arange(0, BLOCK)
     longest = tl.zeros((BLOCK,), tl.int32)
     where = tl.zeros((BLOCK,), tl.int32) + last

@@ -104,7 +104,7 @@ class Tiling(NamedTuple):
 
 
 def few_rows_tiling(weights: ScaledLinear, tokens: int) -> Tiling:
-    """By measurement, see decision 0144: programs that read memory fast, with few sums of parts."""
+    """Chooses by measurement, see decision 0144: programs that read memory fast, with few sums of parts."""
     rows, columns = weights.weight.shape
     token_block = min(FEW_ROWS, max(LEAST_TOKENS, next_power_of_2(tokens)))
     programs, stages = (576, 3) if token_block == LEAST_TOKENS else (256, 4)

@@ -99,7 +99,8 @@ def _project(streams: Tensor, fn: Tensor) -> Tensor:
 
 
 def _operand(device: torch.device) -> Any:
-    """What tensor cores take numbers of bfloat16 as: Triton's interpreter knows no products of these."""
+    """Returns the dtype in which tensor cores take numbers of bfloat16. Triton's interpreter has no products of
+    bfloat16."""
     return tl.bfloat16 if device.type == "cuda" else tl.float32
 
 
@@ -213,7 +214,7 @@ def _collapse(
 
 @triton.jit
 def _sum_weights(lines, there, place, real, factor, base, scale):
-    """Those of numbers `place`, of all splits, normalised."""
+    """Returns the weights at `place`, summed over all splits and normalised."""
     parts = tl.load(lines[:, None] + place[None, :], mask=there[:, None] & real[None, :], other=0.0)
     return tl.sum(parts, 0) * factor * scale + tl.load(base + place, mask=real, other=0.0)
 

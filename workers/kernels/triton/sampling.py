@@ -246,8 +246,8 @@ def _narrow(row, vocab, cold, best, least, low, above, dropped, BLOCK: tl.conste
 
 @triton.jit
 def _under(row, vocab, cold, best, least, low, a, b, c, BLOCK: tl.constexpr):
-    """In float32 the weights from the order `low` on, and of these what is below each of three logits; the number of
-    all tokens below them."""
+    """Returns in float32 the sum of weights from the order `low` on, and the sums below each of three logits. Then the
+    number of all tokens below each."""
     counts_a, counts_b, counts_c = (
         tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
     )  # fmt: skip
@@ -338,7 +338,8 @@ def _invert(row, vocab, cold, best, least, low, target, BLOCK: tl.constexpr):
 
 @triton.jit
 def _skip(row, vocab, cold, best, least, low, target, BLOCK: tl.constexpr):
-    """Where the blocks begin with which the sum of weights exceeds target, and the sum before them; (0, 0) without."""
+    """Returns the first of the blocks in which the sum of weights exceeds target, and the sum before them; (0, 0)
+    without."""
     begin, before = tl.full((), 0, tl.int32), tl.full((), 0.0, tl.float64)
     here = _blocks(row, begin, vocab, cold, best, least, low, BLOCK)
     while (before + here <= target) & (begin < vocab):

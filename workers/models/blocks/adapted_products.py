@@ -1,4 +1,4 @@
-"""Which weights of a model LoRA adapters can change, and the memory that slots for adapters take."""
+"""Finds the weights of a model that LoRA adapters can change, and allocates the memory of adapter slots."""
 
 import dataclasses
 from collections.abc import Callable
@@ -41,7 +41,7 @@ Change = Callable[[Weight], Weight]
 
 
 class _Sizes(NamedTuple):
-    """Of the matrices of one weight in a slot; see AdaptedPart."""
+    """The sizes of one weight's matrices in a slot; see AdaptedPart."""
 
     parts: tuple[tuple[str, Tensor], ...]  # names, and their part of the weight's order
     a: int
@@ -98,7 +98,7 @@ def _number_rows(parameters: DecoderParameters) -> DecoderParameters:
 
 
 def _measure(config: ModelConfig, parameters: DecoderParameters, rank: int) -> tuple[dict[int, _Sizes], int]:
-    """What a slot has for each weight, by the number of its first row; and how many numbers a slot has."""
+    """Returns the sizes in a slot for each weight, by the number of its first row, and the numbers of a slot."""
     weights: list[Ordered] = []
 
     def collect(weight: Weight) -> Weight:

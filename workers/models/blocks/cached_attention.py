@@ -25,7 +25,8 @@ class CachedAttention(Protocol):
         ...
 
     def step_pages(self, layers: range) -> StepPages | None:
-        """Of a decode step, for a kernel that attends in these layers; None where each must call attend()."""
+        """Returns the pages of a decode step, for a kernel that attends in these layers; None where each must call
+        attend()."""
         ...
 
     def attend_latents(

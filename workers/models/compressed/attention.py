@@ -11,7 +11,7 @@ from tandem.workers.models.compressed.parameters import CompressorParameters, Sh
 
 
 class Compressor:
-    """What a layer's tokens give to compressed entries."""
+    """Computes what a layer's tokens contribute to compressed entries."""
 
     def __init__(self, config: CompressedConfig, parameters: CompressorParameters, eps: float) -> None:
         self._values, self._gates = parameters.values.prepare(), parameters.gates.prepare()

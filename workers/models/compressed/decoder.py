@@ -16,7 +16,7 @@ from tandem.workers.ranks.ranks import ALONE, Ranks
 
 
 class HyperDecoder(DenseDecoder):
-    """As DenseDecoder. Each attention and each feed-forward stands in a hyper-connection."""
+    """A DenseDecoder in which each attention and each feed-forward stands in a hyper-connection."""
 
     def __init__(
         self,

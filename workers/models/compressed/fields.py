@@ -14,7 +14,7 @@ MAX_STREAMS = 64
 
 @dataclass(frozen=True)
 class IndexSizes:
-    """Of the index keys by which queries choose compressed entries."""
+    """The sizes of the index keys by which queries choose compressed entries."""
 
     num_heads: int
     head_dim: int
@@ -64,7 +64,7 @@ class HyperConfig:
 
     @property
     def num_weights(self) -> int:
-        """Of one block: to collapse, to expand and to mix the streams."""
+        """The number of weights of one block: to collapse, to expand and to mix the streams."""
         return (2 + self.streams) * self.streams
 
 

@@ -16,7 +16,8 @@ class HyperConnection:
         self._settings = HyperSettings(config.iterations, config.eps, norm_eps)
 
     def open(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of streams [T, N, H]: what the block takes, [T, H], and float32 post [T, N] and mix [T, N, N] for close()."""
+        """Returns for streams [T, N, H] the block's input, [T, H], and float32 post [T, N] and mix [T, N, N] for
+        close()."""
         return self._kernels.open(streams, self._parameters, self._settings)
 
     def close(self, streams: Tensor, output: Tensor, post: Tensor, mix: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ class QueryParameters:
 
 @dataclass(frozen=True, slots=True)
 class CompressorParameters:
-    """Of W numbers a position: those of entries, then, where queries choose, those of index keys."""
+    """Weights that make W numbers a position: numbers of entries, then, where queries choose, of index keys."""
 
     values: Weight  # [W, H]
     gates: Weight  # [W, H]
@@ -99,7 +99,7 @@ def _allocate_compressor(
 
 
 def allocate_hyper(config: HyperConfig, hidden: int, device: torch.device) -> tuple[HyperParameters, HyperParameters]:
-    """Of a layer's attention, and of its feed-forward."""
+    """Allocates the parameters of a layer's attention, and of its feed-forward."""
     first, second = (_allocate(config.num_weights, 3, config, hidden, device) for _ in range(2))
     return first, second
 

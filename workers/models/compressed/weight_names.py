@@ -25,7 +25,7 @@ def hyper_weights(prefix: str, both: tuple[HyperParameters, HyperParameters]) ->
 
 
 def shared_weights(prefix: str, parameters: SharedParameters) -> dict[str, Tensor]:
-    """Those of a layer's attention."""
+    """Returns the weights of a layer's attention by name."""
     weights = {
         **parameters.q_down.named(f"{prefix}.wq_a"),
         f"{prefix}.q_norm.weight": parameters.q_norm,

@@ -29,7 +29,7 @@ UNUSED = ("t2d",)  # which of the target's tokens have an id of their own: d2t s
 
 
 def eagle3_config(folder: Path, target: ModelConfig) -> ModelConfig:
-    """Of the head's layer. Its vocab_size is that of the drafts. Raises ModelError."""
+    """Reads the configuration of the head's layer. Its vocab_size is that of the drafts. Raises ModelError."""
     fields = Fields.from_file(folder / "config.json")
     architecture = next(iter(fields.raw("architectures") or ()), None)
     if architecture not in ARCHITECTURES:
@@ -97,7 +97,7 @@ def load_eagle3(
     load_format: str = "safetensors",
     report: ReportBytes | None = None,
 ) -> Eagle3Parameters:
-    """On the meta device they are only checked. Raises as load_parameters."""
+    """Loads the parameters. On the meta device they are only checked. Raises as load_parameters."""
     blueprint = Blueprint(
         lambda stored, device, forms: Eagle3Parameters(config, device, forms),
         lambda head, stored: head.named(config, target, stored),

@@ -22,7 +22,7 @@ class DraftHead(Protocol):
         ...
 
     def enter(self, features: Tensor) -> Tensor:
-        """What __call__ takes, [T, H], of the target's features."""
+        """Turns the target's features into the input of __call__, [T, H]."""
         ...
 
     def __call__(self, hidden: Tensor, next_ids: Tensor, cached: CachedAttention) -> Tensor:
@@ -31,7 +31,8 @@ class DraftHead(Protocol):
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Of the tokens behind next_ids, [n, the target's vocabulary], for rows that __call__ gave."""
+        """Returns the logits of the tokens after next_ids, [n, the target's vocabulary], for rows that __call__
+        gave."""
         ...
 
 
@@ -93,8 +94,8 @@ class HeadedDecoder:
         return self.target.logits(hidden)
 
     def follow(self, next_ids: Tensor, cached: CachedAttention) -> Tensor:
-        """What the head gives [T, H] for each row of the forward of a step. next_ids: int64 [T], sampled behind it; one
-        that is no token, of logits that are not finite, is taken for the last."""
+        """Returns the head's output [T, H] for each row of a step's forward. next_ids: int64 [T], sampled after the
+        forward. If logits are not finite, the id is no token, and the last token is taken in its place."""
         features, self._features = self._features, None
         assert features is not None, "a step comes first"
         return self._store(features, self._known(next_ids), cached)
@@ -114,7 +115,7 @@ class HeadedDecoder:
         return token_ids.clamp(max=self.config.vocab_size - 1)
 
     def _compute(self, token_ids: Tensor, cached: CachedAttention, rows: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What the target's head takes of `rows`, and features of all rows."""
+        """Returns the input of the target's head for `rows`, and features of all rows."""
         if self.head.taps:
             return self.target.tapped(token_ids, cached, rows, self.head.taps)
         hidden = self.target.hidden(token_ids, cached, None)
@@ -169,8 +170,8 @@ class HeadSteps:
 
 
 def _next_ids(token_ids: Tensor, last_rows: Tensor, first_tokens: Tensor) -> Tensor:
-    """For each row of a forward the token of the next one; of last_rows, but the first, the prompts' first tokens,
-    int64 [n]. Graph buffers pad last_rows with the first row."""
+    """Returns for each row of a forward the token of the next one. last_rows, but the first, get the prompts' first
+    tokens, int64 [n]. Graph buffers pad last_rows with the first row."""
     count = token_ids.shape[0]
     next_ids = torch.cat((token_ids.roll(-1), token_ids[:1]))
     if last_rows.shape[0]:

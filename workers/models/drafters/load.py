@@ -1,4 +1,4 @@
-"""From a checkpoint to a decoder that drafts, too."""
+"""Loads a checkpoint into a decoder that also drafts."""
 
 from pathlib import Path
 

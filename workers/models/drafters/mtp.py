@@ -23,7 +23,7 @@ from tandem.workers.weights.allocator import Forms
 
 
 def mtp_config(target: ModelConfig) -> ModelConfig:
-    """Of the layer by itself. UnsupportedFeature unless the checkpoint has one."""
+    """Makes the configuration of the layer by itself. UnsupportedFeature unless the checkpoint has one."""
     if target.num_extra_layers != 1:
         raise UnsupportedFeature(
             f"speculation.method is mtp; {target.architecture} has {target.num_extra_layers} layers for multi-token "
@@ -42,7 +42,7 @@ def mtp_config(target: ModelConfig) -> ModelConfig:
 
 @dataclass(frozen=True)
 class MtpNames:
-    """What a checkpoint calls the modules of such a layer. copies: tensors of the target's that it stores again."""
+    """The names of such a layer's modules in a checkpoint. copies: tensors of the target's that it stores again."""
 
     prefix: str  # of all its tensors, with the dot
     layer: str

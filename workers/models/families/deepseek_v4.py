@@ -72,7 +72,7 @@ def read_deepseek_v4(fields: Fields) -> ModelConfig:
 
 
 def _with_rope(fields: Fields) -> Fields:
-    """With the RoPE of both kinds of layers, in the form of transformers 5, and all sizes that are absent there."""
+    """Adds the RoPE of both kinds of layers, in the form of transformers 5, and all sizes that are absent."""
     values = {name: fields.raw(name) for name in fields.names()}
     scaling = values.pop("rope_scaling", None) or values.get("rope_parameters") or {}
     if not isinstance(scaling, dict):

@@ -79,7 +79,7 @@ def read_gemma4_of_images(fields: Fields) -> ModelConfig:
 
 
 def _with_rope(fields: Fields) -> Fields:
-    """With the RoPE of layers that see all, where rope_parameters is absent."""
+    """Adds the RoPE of layers that see all, where rope_parameters is absent."""
     if "rope_parameters" in fields:
         return fields
     values = {name: fields.raw(name) for name in fields.names()}
@@ -89,7 +89,7 @@ def _with_rope(fields: Fields) -> Fields:
 def _read_full_heads(
     fields: Fields, windows: tuple[int | None, ...], config: ModelConfig, keys_as_values: bool
 ) -> HeadShape:
-    """From global_head_dim and its neighbour, or from the per_layer_config that transformers writes for them."""
+    """Reads global_head_dim and its neighbour, or the per_layer_config that transformers writes for them."""
     if "per_layer_config" not in fields:
         kv_heads = config.num_kv_heads
         if keys_as_values:

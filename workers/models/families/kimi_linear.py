@@ -71,7 +71,7 @@ def _read_delta_attention(fields: Fields, num_layers: int) -> KdaConfig:
 
 
 def _read_layers(fields: Fields, published: Fields, num_layers: int) -> frozenset[int]:
-    """Those that keep states."""
+    """Returns the layers that keep states."""
     kinds = fields.raw("layer_types")
     if kinds is not None:
         if not isinstance(kinds, list) or len(kinds) != num_layers or any(kind not in PUBLISHED for kind in kinds):

@@ -55,7 +55,7 @@ def read_llama4_of_images(fields: Fields) -> ModelConfig:
 
 
 def fields_of_text(fields: Fields) -> Fields:
-    """Those of text_config, and of the whole model those that it may lack."""
+    """Returns the fields of text_config, and the whole model's fields that text_config may lack."""
     text = fields.section("text_config")
     values = {name: text.raw(name) for name in text.names()}
     values |= {name: fields.raw(name) for name in OF_WHOLE if name in fields}

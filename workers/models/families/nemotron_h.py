@@ -85,7 +85,7 @@ def _layers(blocks: str, *kinds: str) -> frozenset[int]:
 
 
 def _with_usual_names(fields: Fields, num_layers: int) -> Fields:
-    """Under the names that other families have."""
+    """Adds the fields under the names that other families use."""
     values = {name: fields.raw(name) for name in fields.names()}
     values |= {"num_hidden_layers": num_layers, "rms_norm_eps": fields.number("layer_norm_epsilon", 1e-5)}
     return Fields({"intermediate_size": 21504, **values}, fields.source)

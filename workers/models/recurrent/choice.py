@@ -1,4 +1,4 @@
-"""Which layer computes a recurrent state."""
+"""Chooses the layer that computes a recurrent state."""
 
 from tandem.workers.models.recurrent.fields import DeltaNetConfig, KdaConfig, Mamba2Config, RecurrentConfig
 from tandem.workers.models.recurrent.gated_delta_net import GatedDeltaNet

@@ -24,14 +24,15 @@ class RecurrentConfig:
     sharers: int = field(default=1, kw_only=True)
 
     def divided(self, shard: Shard) -> Self:
-        """Of one shard of a whole model. InvalidArgument when the ranks cannot divide the heads."""
+        """Returns the configuration of one shard of a whole model. InvalidArgument when the ranks cannot divide the
+        heads."""
         return replace(self, shape=self.shape.divided(shard), sharers=self.shape.sharers(shard))
 
 
 @dataclass(frozen=True)
 class DeltaNetConfig(RecurrentConfig):
-    """Of gated delta rules. by_key_head: the rows of their first products stand together by the key head that they
-    belong to, q, k, v and gate of one behind those of another (Qwen3-Next)."""
+    """The configuration of gated delta rules. by_key_head: the first products have all rows of one key head, its q, k,
+    v and gate, then all rows of the next (Qwen3-Next)."""
 
     shape: DeltaShape
     by_key_head: bool
@@ -39,7 +40,7 @@ class DeltaNetConfig(RecurrentConfig):
 
 @dataclass(frozen=True)
 class KdaConfig(RecurrentConfig):
-    """Of Kimi Delta Attention. Its heads have one size."""
+    """The configuration of Kimi Delta Attention. Its heads have one size."""
 
     shape: KdaShape
 

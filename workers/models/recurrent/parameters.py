@@ -99,7 +99,7 @@ def _allocate_delta_net(config: DeltaNetConfig, hidden: int, new: Allocator) -> 
 
 
 def recurrent_weights(config: RecurrentConfig, parameters: RecurrentParameters, prefix: str) -> dict[str, Tensor]:
-    """Those of one layer."""
+    """Returns the weights of one layer by name."""
     if isinstance(parameters, KdaParameters):
         return _kda_weights(parameters, prefix)
     shared = {

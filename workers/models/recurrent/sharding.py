@@ -1,4 +1,4 @@
-"""Which rows of a recurrent layer's stored tensors a rank holds. recurrent/parameters.py has their names."""
+"""Finds the rows of a recurrent layer's stored tensors that a rank holds. recurrent/parameters.py has their names."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -52,8 +52,8 @@ def _held(shape: StateShape, parts: HeadParts, shard: Shard, sharers: int) -> It
 
 
 def _by_key_head(shape: StateShape, parts: HeadParts, shard: Shard, sharers: int) -> Iterator[HeldNumbers]:
-    """As _held(), of a tensor that has all rows of one key head, then all of the next. Ranks that share a key head
-    divide its values."""
+    """Does what _held() does, for a tensor that has all rows of one key head, then all of the next. Ranks that share a
+    key head divide its values."""
     few, many = shape.divisor
     count = getattr(shape, few)
     one = replace(shape, **{few: 1, many: shape.heads // count})

@@ -14,7 +14,7 @@ from tandem.workers.weights.adapted import AdapterRows
 
 
 class AdaptedRows:
-    """Of one runner. Rows without an adapter are computed as if there were none."""
+    """The adapters of a runner's rows. Rows without an adapter are computed as if there were none."""
 
     def __init__(self, adapters: Adapters | None, device: torch.device) -> None:
         self._adapters, self._device = adapters, device

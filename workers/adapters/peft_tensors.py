@@ -15,7 +15,7 @@ MAX_CONFIG_BYTES = 1 << 20
 
 
 class PeftDigest:
-    """Of an adapter's configuration, then of its tensors, which are added in the order of their names."""
+    """The digest of an adapter's configuration, then of its tensors, which are added in the order of their names."""
 
     def __init__(self, folder: Path) -> None:
         """Raises OSError, UnicodeDecodeError and ModelError for a configuration that cannot be read."""

@@ -377,7 +377,7 @@ class Engine(StoreCalls, AdapterActions):
 
     @property
     def ranks(self) -> list[RankProgress]:
-        """Of the worker's processes, the leader first; none where it is one. From any thread."""
+        """The progress of the worker's processes, the leader first; none if it has one process. Any thread may ask."""
         return []
 
     def wait_for_ranks(self) -> None:

@@ -52,7 +52,7 @@ class ValueType(NamedTuple):
 
 
 class Known(NamedTuple):
-    """Where a decoded result of an action had an object that has no value, such as samples on their way."""
+    """A result that had no value: an object, such as samples on their way, in a decoded result of an action."""
 
     number: int
 
@@ -242,7 +242,7 @@ class Decoder:
         raise BadRecord("a varint has more than 10 bytes")
 
     def _count(self) -> int:
-        """Of parts that take up a byte each, at least."""
+        """Reads a count of parts, each of which takes up at least a byte."""
         count = self._varint()
         if count > len(self._data) - self._at:
             raise BadRecord(f"{count} parts are announced; {len(self._data) - self._at} bytes are left")

@@ -28,7 +28,7 @@ from tandem.workers.replay.value_types import (
 )
 
 WHOLE_ENDS = frozenset({"the worker left its island", "its process ended", RANK_LOST})
-"""Of records with all that the worker wrote."""
+"""The ends of records with all that the worker wrote."""
 MOST_SHOWN = 400  # characters of a value
 
 Show = Callable[[int, "Playback", ActionEntry], None]
@@ -36,7 +36,7 @@ Show = Callable[[int, "Playback", ActionEntry], None]
 
 
 class Difference(NamedTuple):
-    """Where a replay first came to something else. number: of the action in its file."""
+    """The first difference of a replay. number: of the action in its file."""
 
     file: str
     number: int
@@ -48,7 +48,7 @@ class Difference(NamedTuple):
 
 @dataclass
 class Summary:
-    """What was done again. The counts are of what was compared and found equal, but for tokens_left."""
+    """The result of a replay. The counts are of what was compared and found equal, but for tokens_left."""
 
     files: list[str] = field(default_factory=list)
     actions: int = 0
@@ -151,7 +151,8 @@ class Playback:
         self._summary.ends[self.name] = end.reason
 
     def _pushed(self) -> list[tuple[Pushed, ...]]:
-        """What each rank pushed in the last action. Waits until all have done it: a peer may read that in the next."""
+        """Returns what each rank pushed in the last action. Waits until all have done it: a peer may read that in the
+        next."""
         try:
             self._engine.wait_for_ranks()
         except RankLost as error:
@@ -188,8 +189,8 @@ class Playback:
             raise BadRecord(f"{self.name}: action {action.number} has {len(action.arguments)} arguments")
 
     def _follow(self, action: ActionEntry) -> None:
-        """Without a peer's file, or behind its end where it is full or cut, nothing that follows from its KV can be
-        compared."""
+        """Stops comparing what follows from a peer's KV, if the peer's file is missing, or its record has ended
+        early."""
         if action.name == "expect":
             self._awaited.add(action.arguments[0])
         elif action.name == "received" and action.arguments[0] in self._awaited:
@@ -258,7 +259,8 @@ def replay(
 
 
 def _merged(playbacks: Sequence[Playback]) -> Iterable[tuple[int, int, Played]]:
-    """When each began, and of which playback it is."""
+    """Yields the actions of all playbacks in order of time: when each began, the index of its playback, and the
+    action."""
 
     def of(index: int) -> Iterator[tuple[int, int, Played]]:
         return ((one.at, index, one) for one in playbacks[index].played())

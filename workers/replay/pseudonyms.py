@@ -1,4 +1,4 @@
-"""What stands in a record in place of prompts, where these are not to be recorded."""
+"""Replaces prompts in a record, if these are not to be recorded."""
 
 from dataclasses import replace
 from hashlib import blake2b, shake_256
@@ -36,12 +36,12 @@ class Pseudonyms:
         return (np.concatenate(parts) % self._vocab_size).astype(np.int64) if parts else token_ids
 
     def salt(self, salt: bytes) -> bytes:
-        """As many bytes; none for none."""
+        """Returns as many bytes as `salt` has; none for none."""
         return blake2b(salt, digest_size=len(salt), key=self._key).digest() if salt else b""
 
 
 def zeros(tokens: Int64Array) -> Int64Array:
-    """As many token ids, all 0."""
+    """Returns as many token ids, all 0."""
     return np.zeros_like(tokens)
 
 

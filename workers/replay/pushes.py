@@ -1,4 +1,4 @@
-"""What each action pushes to peers, as the cache's writer sees it."""
+"""Logs what each action pushes to peers, as the cache's writer sees it."""
 
 from zlib import crc32
 

@@ -40,7 +40,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 @dataclass(frozen=True)
 class Header:
-    """Which worker was recorded, and when.
+    """The worker that was recorded, and the time.
 
     num_pages: of every pool, as Worker.open() got it. layout: KVLayout.fingerprint. model: SHA-256 of the checkpoint's
     config.json. host: the boot of the host; only its records share a clock. run: the same of all workers that one start
@@ -61,8 +61,8 @@ class Header:
 
     @classmethod
     def of(cls, config: WorkerConfig, num_pages: int, layout: int, types: list[list[str]]) -> "Header":
-        """That of a worker which begins now. The header has no secret of the worker's, and no epochs of its peers: a
-        replay makes peers of the worker's own."""
+        """Makes the header of a worker that begins now. The header has no secret of the worker's, and no epochs of its
+        peers: a replay makes peers of the worker's own."""
         prompts = config.record is not None and config.record.prompts
         public = replace(config, token="", logging=LogSettings(), record=None, epochs=())
         model, host = model_digest(Path(config.model_path)), BOOT_ID.read_text().strip()
@@ -130,7 +130,7 @@ def _check_values(part: Header | WorkerConfig | SpeculationSettings | ParkingSet
 
 
 def model_digest(folder: Path) -> str:
-    """What tells a model from another."""
+    """Returns a digest that identifies a model."""
     return sha256((folder / "config.json").read_bytes()).hexdigest()
 
 

@@ -51,7 +51,7 @@ class Recorder:
         self._acting = False
 
     def watch(self, writer: PageWriter) -> PageWriter:
-        """What the cache is to write through in the place of `writer`."""
+        """Returns the writer that the cache is to use in place of `writer`."""
         self._pushes = PushLog(writer)
         return self._pushes
 

@@ -31,7 +31,8 @@ from tandem.workers.wire.prompt_spec import EncoderPrompt, PromptSpec
 
 
 class Pushed(NamedTuple):
-    """What an action wrote to one PE: calls, positions in each group and layer, and a checksum of groups and slots."""
+    """The writes of an action to one PE: calls, positions in each group and layer, and a checksum of groups and
+    slots."""
 
     pe: int
     writes: int
@@ -49,7 +50,8 @@ class ActionEntry(NamedTuple):
 
 
 class ResultEntry(NamedTuple):
-    """What the action returned or raised, what it pushed, and how many pages there are behind it."""
+    """The value that the action returned or the error that it raised, what it pushed, and the counts of pages after
+    it."""
 
     value: Any
     raised: str
@@ -111,7 +113,7 @@ def schema() -> list[list[str]]:
 
 
 def secret_arguments(pseudonyms: Pseudonyms) -> dict[str, Any]:
-    """What stands in place of arguments of actions that have tokens, by `action.parameter`."""
+    """Returns replacements for the arguments of actions that have tokens, by `action.parameter`."""
 
     return {
         "publish.token_ids": pseudonyms.tokens,

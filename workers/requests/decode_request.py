@@ -58,7 +58,8 @@ class DecodeRequest:
 
     @property
     def logit_rules(self) -> LogitRules | None:
-        """Those of its row behind all tokens that there are, anew at each call; None for a request without."""
+        """The rules of the request's row after all tokens so far, made anew at each call; None for a request without
+        rules."""
         assert self.params is not None
         assert self.rule is not None
         if not self.params.changes_logits:
@@ -91,5 +92,5 @@ class LocalPrompt(Prompt):
 
     @property
     def shares(self) -> bool:
-        """Not where its sequence will slide: what leaves the window has to give pages back."""
+        """Whether the request may share pages. Not if its sequence will slide: the window has to give pages back."""
         return self.spec.sliding is None

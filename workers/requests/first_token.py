@@ -21,11 +21,11 @@ class FirstTokens:
         self._sampled: asyncio.Queue[tuple[str, FirstToken]] = asyncio.Queue()
 
     def expect(self, request_id: str, future: "Future[FirstToken]") -> None:
-        """From any thread. A future that never ends costs nothing."""
+        """Notes a future; any thread may call it. A future that never ends costs nothing."""
         future.add_done_callback(
             lambda done: self._event_loop.call_soon_threadsafe(self._sampled.put_nowait, (request_id, done.result()))
         )
 
     async def next(self) -> tuple[str, FirstToken]:
-        """On the event loop."""
+        """Waits for the next first token, on the event loop."""
         return await self._sampled.get()

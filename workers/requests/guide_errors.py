@@ -1,4 +1,4 @@
-"""What the caller of a guided request hears when its masks end."""
+"""Returns the error for the caller of a guided request whose masks end."""
 
 from tandem.workers.errors import ForwardFailed, InvalidCall, WorkerError
 from tandem.workers.sampling.guided import Constraint, GuideNotFollowed

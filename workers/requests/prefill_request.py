@@ -16,7 +16,7 @@ from tandem.workers.wire.reservation import Reservation
 
 @dataclass(frozen=True)
 class PrefillResult:
-    """What RemoteSend answers. Times are in seconds.
+    """The answer of RemoteSend. Times are in seconds.
 
     prefill_seconds: from the first forward until all KV is at the receiver. push_seconds: the part of it that only the
     push took, in calls that write and after the first token was sampled. Writes within or beside kernels take none.

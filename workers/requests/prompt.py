@@ -23,7 +23,7 @@ OfKind = TypeVar("OfKind", contravariant=True)
 
 
 class Destination(Protocol[OfKind]):
-    """What becomes of prompts of one kind: a peer decodes them, or this worker itself does.
+    """The destination of prompts of one kind: a peer decodes them, or this worker itself does.
 
     A prompt that leaves its forwards ends in finish() or in fail(), unless its destination has withdrawn it.
     """
@@ -96,7 +96,7 @@ class Prompt:
         return True
 
     def logit_rules(self, eos_token_ids: tuple[int, ...]) -> LogitRules | None:
-        """Those of its first token; None for a request without."""
+        """Returns the rules for the prompt's first token; None for a request without rules."""
         if not self.params.changes_logits:
             return None
         stop_ids = FinishRule.of(self.params, eos_token_ids).stop_ids
@@ -112,7 +112,7 @@ class Prompt:
 
     @property
     def target(self) -> tuple[int, PositionMap, int] | None:
-        """From which position on its KV goes where, and to which PE; None: it stays here."""
+        """The first position to send, the map of its destination, and the PE; None: the KV stays here."""
         return None
 
     @property

@@ -12,7 +12,8 @@ from tandem.workers.sampling.sampling_params import SamplingParams
 
 
 class PromptLogprobStream:
-    """Those of one request. Owned by the event loop; deliver() is called on the step thread."""
+    """The stream of one request's prompt log-probabilities. Owned by the event loop; deliver() is called on the step
+    thread."""
 
     def __init__(self, event_loop: asyncio.AbstractEventLoop) -> None:
         self._event_loop = event_loop
@@ -66,7 +67,7 @@ class PromptLogprobStreams:
 
     @contextmanager
     def filled(self, request_id: str, *, wanted: bool) -> Generator[PromptLogprobStream | None]:
-        """That of a request whose call has come; it ends with the call. None where nobody reads."""
+        """Gives the stream of a request whose call has come; it ends with the call. None where nobody reads."""
         stream = self._open.get(request_id) if wanted else None
         try:
             yield stream
@@ -76,7 +77,7 @@ class PromptLogprobStreams:
 
 
 def gatherer(stream: PromptLogprobStream | None, params: SamplingParams) -> PromptLogprobs | None:
-    """What the forwards of a prompt fill. None for a request that does not ask; InvalidCall where nobody reads."""
+    """Returns what a prompt's forwards fill. None for a request that does not ask; InvalidCall where nobody reads."""
     if params.prompt_logprobs is None:
         return None
     if stream is None:

@@ -1,4 +1,4 @@
-"""What is wanted of a prompt that nobody decodes, and what its forwards have given of it so far."""
+"""The values wanted of a prompt that nobody decodes, and those that its forwards have given so far."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -19,7 +19,7 @@ class Wanted(NamedTuple):
 
 @dataclass(eq=False)
 class Reader:
-    """Of one prompt. Owned by the step thread."""
+    """The values of one prompt. Owned by the step thread."""
 
     wanted: Wanted
     num_tokens: int  # of the prompt
@@ -32,7 +32,7 @@ class Reader:
         return not self.wanted.mean
 
     def reading(self, computed: int, length: int) -> Reading | None:
-        """What a chunk of so many tokens behind `computed` gives; None: nothing."""
+        """Returns what a chunk of so many tokens after `computed` gives; None: nothing."""
         if self.wanted.mean:
             begin = max(0, self.wanted.skipped - computed)
             return Reading(begin, length) if begin < length else None
@@ -40,7 +40,7 @@ class Reader:
         return Reading(length - 1, length, self.wanted.token_ids) if is_last else None
 
     def take(self, values: "Float32Array") -> None:
-        """Those of the next chunk that gives some."""
+        """Takes the values of the next chunk that gives some."""
         self.values = values if self.values is None else self.values + values
 
     @property

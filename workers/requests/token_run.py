@@ -1,4 +1,4 @@
-"""What one step gives one sequence."""
+"""The tokens that one step gives one sequence."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -98,7 +98,7 @@ class TokenStream:
 
 
 class TokenUpdate(NamedTuple):
-    """What one step gave one request."""
+    """The tokens that one step gave one request."""
 
     token_stream: TokenStream
     run: TokenRun

@@ -44,7 +44,8 @@ def prompt_sizes(limit: int, hidden_size: int) -> list[int]:
 
 
 def step_limits(max_sequences: int, num_heads: int, num_inputs: int) -> Iterator[list[Limits]]:
-    """Of steps: plain ones, those whose rows share prefixes, those with sequences that slide. See Limits.of_step."""
+    """Yields the limits of steps: plain ones, those whose rows share prefixes, those with sequences that slide. See
+    Limits.of_step."""
     yield [Limits.of_step(size, num_heads, num_inputs) for size in bucket_sizes(max_sequences)]
     yield [Limits.of_step(size, num_heads, num_inputs, sharing=True) for size in sharing_sizes(max_sequences)]
     sliding = [size for size in SLIDING_ROWS if size <= max_sequences]

@@ -154,11 +154,11 @@ class DecodeGraphs:
         return self._pending(ticket, logits, sampling, positions)
 
     def take(self, tokens: Tensor) -> None:
-        """For the next step these, int64 [n] on the device, are what the step before has sampled."""
+        """Makes these tokens, int64 [n] on the device, the last samples for the next step."""
         self._last[: tokens.shape[0]].copy_(tokens)
 
     def _step_eagerly(self, sequence_ids: Sequence[int] | Int64Array, inputs: Sequence[Int64Array]) -> Tensor:
-        """As a graph does it, for more rows, of which one slides, than a graph has."""
+        """Runs a step without a graph, for more rows, of which one slides, than a graph has."""
         forward = self._cache.begin(Batch(sequence_ids))
         self._adapted.begin(forward)
         tokens, sources, tickets, parameters = unpack_inputs(upload(inputs[:NUM_INPUTS], self._last.device))

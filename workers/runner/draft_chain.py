@@ -36,11 +36,12 @@ class ChainRows(NamedTuple):
 
 
 class DraftChain:
-    """For each number of drafted tokens, and each batch size of a few, a CUDA graph with a step for each token. The
-    host plans the last step alone, as if all drafts of the verify step before held. The device moves all rows back by
-    what did not hold, then on by a position a step.
+    """A CUDA graph for each number of drafted tokens and for a few batch sizes, with a step for each token.
 
-    A sequence with fewer drafts than others goes on in its last place; what it drafts there is not used.
+    The host plans the last step alone, as if all drafts of the verify step before were accepted. The device moves all
+    rows back by the rejected drafts, then on by a position a step.
+
+    A sequence with fewer drafts than others goes on in its last place. Its drafts there are not used.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ class DraftStep(NamedTuple):
 
 
 class Drafts:
-    """By a model of its own: a step of its layers for each token.
+    """Drafts by a model of its own, with a step of its layers for each token.
 
     Its steps append to the sequences, and their positions are popped again: the verify step that follows computes
     them in all layers.
@@ -59,7 +59,7 @@ class Drafts:
         """The last step of the target; None: one of which a head's part is not there."""
 
     def capture(self, buffers: Sequence[GraphBuffers], capture: Capture) -> None:
-        """From now on steps replay CUDA graphs, one for each of `buffers`: see DecodeGraphs."""
+        """Makes steps replay CUDA graphs from now on, one for each of `buffers`: see DecodeGraphs."""
         self._graphs = DecodeGraphs(self._steps, self._cache, buffers, (), capture, self._processor)
 
     def capture_chains(
@@ -70,7 +70,8 @@ class Drafts:
         most: int,
         capture: Capture,
     ) -> None:
-        """From now on draft_behind() launches: see DraftChain. outputs: where verify steps have what a head gives."""
+        """Makes draft_behind() launch from now on: see DraftChain. outputs: where verify steps have what a head
+        gives."""
         self._chain = DraftChain(self._steps, self._cache, next_drafts, buffers, outputs, most, capture)
 
     def draft_behind(
@@ -98,7 +99,7 @@ class Drafts:
 
     @property
     def num_heads(self) -> int:
-        """Of q in the layers of a step."""
+        """The number of q heads in the layers of a step."""
         return self._steps.config.num_heads
 
     def draft(
@@ -155,7 +156,7 @@ class Drafts:
 
 
 class HeadDrafts(Drafts):
-    """By a DraftHead. The target's step has computed what the first token follows from; then the head goes on by
+    """Drafts by a DraftHead. The target's step has computed what the first token follows from; then the head goes on by
     itself."""
 
     def __init__(self, steps: HeadSteps, cache: PagedKVCache, processor: LogitsProcessor) -> None:
@@ -225,9 +226,9 @@ def make_drafts(steps: DraftSteps | HeadSteps | None, cache: PagedKVCache, proce
 
 
 class Noted(NamedTuple):
-    """What a head gave in a step of the target, of n sequences: outputs [T or more, H], for rows of one sequence after
-    another. positions: int64 [n], of the first token that was sampled for each. appends: int64 [n], rows of each; None:
-    one."""
+    """The head's outputs in a step of the target, for n sequences: outputs [T or more, H], for rows of one sequence
+    after another. positions: int64 [n], of the first token that was sampled for each. appends: int64 [n], rows of each;
+    None: one."""
 
     outputs: Tensor
     sequence_ids: Sequence[int] | Int64Array
@@ -235,7 +236,7 @@ class Noted(NamedTuple):
     appends: Int64Array | None = None
 
     def rows(self, sequence_ids: Sequence[int], positions: Int64Array) -> Int64Array:
-        """For each sequence the row behind which a token at its position is drafted, -1 where there is none. All
+        """Returns for each sequence the row after which a token at its position is drafted, -1 where there is none. All
         int64 [m]."""
         appends = np.ones_like(self.positions) if self.appends is None else self.appends
         begins = np.cumsum(appends) - appends

@@ -67,7 +67,8 @@ def borrow(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Without garbage collection: a CUDA graph that is let go of within a capture, an earlier worker's, spoils it."""
+    """Runs a block without garbage collection. If a CUDA graph of an earlier worker is freed during a capture, it
+    spoils the capture."""
     collected = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Which cubins a model asks for, by its config alone. What is planned in vain costs a compile; what is missing is
+"""Lists the cubins that a model needs, by its config alone. What is planned in vain costs a compile; what is missing is
 compiled when it is first used."""
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from tandem.workers.models.small_batch_decoder import megakernel_shape
 def plan_cubins(
     model: ModelConfig, stored: torch.dtype, capability: tuple[int, int], multiprocessors: int
 ) -> Iterator[tuple[str, Cubin]]:
-    """What each is for, and of what it is compiled.
+    """Yields the purpose of each cubin, and its source.
 
     stored: dtype of K and V in their pages. capability, multiprocessors: of the GPU.
     """
@@ -41,7 +41,8 @@ def plan_cubins(
 
 
 def _layer_dtype(model: ModelConfig) -> torch.dtype | None:
-    """Of the layers' weights in memory. None: they are in 8 bits by blocks that the decode megakernel does not take."""
+    """Returns the dtype of the layers' weights in memory. None: they are in 8 bits by blocks that the decode megakernel
+    does not take."""
     quantization = model.quantization
     if quantization.weights != "fp8":
         return model.dtype

@@ -66,7 +66,7 @@ class LogitsProcessor:
         self._kernels.count(processed.slots, tokens, self._tables)
 
     def _take_masks(self, masks: Int32Array, tables: RuleTables) -> None:
-        """In place of what the guided rows allowed before."""
+        """Replaces the masks of the previous guided rows."""
         slots, words = upload([self._guided_before, masks.reshape(-1)], self._device)
         tables.allowed.index_copy_(0, slots, words.view(masks.shape))
 

@@ -49,7 +49,7 @@ class MemoryBudget:
 def measure_budget(
     model: Model, utilization: float, *, max_batch_tokens: int, max_sequences: int, max_positions: int
 ) -> MemoryBudget:
-    """Of the current CUDA device: runs the largest forward, so that what it takes is seen, and looks.
+    """Measures the current CUDA device while it runs the largest forward.
 
     Everything in use counts, other processes' memory too. max_positions: what one forward can attend to.
     """

@@ -1,4 +1,4 @@
-"""From a batch and its token ids to sampled tokens."""
+"""Runs a batch and its token ids, up to sampled tokens."""
 
 from collections.abc import Callable, Sequence
 
@@ -88,7 +88,8 @@ class ModelRunner:
         self._cache.remove_sequence(sequence)
 
     def capture_steps(self, max_sequences: int, capture: Capture | None = None) -> None:
-        """From now on step() replays CUDA graphs of up to max_sequences rows, where device, kernels and model can."""
+        """Makes step() replay CUDA graphs of up to max_sequences rows from now on, where device, kernels and model
+        can."""
         if capture is None and self._model.device.type != "cuda":
             return
         heads, inputs = self._model.config.num_heads, NUM_INPUTS + self._adapted.num_inputs
@@ -99,7 +100,7 @@ class ModelRunner:
             self._graphs = DecodeGraphs(self._model, self._cache, plain, sharing, *rest)
 
     def capture_prompts(self, max_tokens: int, capture: Capture | None = None) -> None:
-        """From now on launch() replays CUDA graphs of up to max_tokens that push nothing, as capture_steps says."""
+        """Makes launch() replay CUDA graphs of up to max_tokens that push nothing, as capture_steps does."""
         if capture is None and self._model.device.type != "cuda":
             return
         config = self._model.config
@@ -109,8 +110,8 @@ class ModelRunner:
             self._prompt_graphs = ForwardGraphs(buffers, capture or GraphCapture(), self._compute_prompts)
 
     def capture_verification(self, max_tokens: int, capture: Capture | None = None, max_ngram: int = 0) -> None:
-        """From now on verify() replays CUDA graphs of up to max_tokens, as capture_steps says. max_ngram: of
-        drafts that the device looks up itself, see NgramDrafter; 0: it does not, but a model may draft."""
+        """Makes verify() replay CUDA graphs of up to max_tokens, as capture_steps does. max_ngram: of drafts that the
+        device looks up itself, see NgramDrafter; 0: it does not, but a model may draft."""
         if capture is None and self._model.device.type != "cuda":
             return
         heads, inputs = self._model.config.num_heads, NUM_INPUTS + self._adapted.num_inputs
@@ -124,8 +125,8 @@ class ModelRunner:
             self._verify_graphs = DecodeGraphs(self._model, self._cache, buffers, (), *graphs)
 
     def capture_drafts(self, max_sequences: int, most: int, capture: Capture | None = None) -> None:
-        """From now on drafts.draft() replays CUDA graphs of up to max_sequences rows, as capture_steps says, and
-        drafts.draft_behind() those of drafts of up to `most` tokens. capture_verification comes first."""
+        """Makes drafts.draft() replay CUDA graphs of up to max_sequences rows, as capture_steps does, and
+        drafts.draft_behind() graphs of drafts of up to `most` tokens. capture_verification comes first."""
         if self.drafts is None or (capture is None and self._model.device.type != "cuda"):
             return
         capture, heads, sizes = capture or GraphCapture(), self.drafts.num_heads, bucket_sizes(max_sequences)
@@ -298,14 +299,14 @@ class ModelRunner:
         return ends_of(self._cache, prompts)
 
     def capture_steps_with_prompts(self, capture: Capture | None = None) -> None:
-        """From now on step_with_prompts() replays CUDA graphs; capture_steps and capture_prompts come first."""
+        """Makes step_with_prompts() replay CUDA graphs from now on; capture_steps and capture_prompts come first."""
         graphs, prompts = self._graphs, self._prompt_graphs
         if graphs is not None and prompts is not None:
             graphs.capture_with_prompts(prompts.buffers, capture or GraphCapture())
 
     @property
     def graph_sizes(self) -> GraphSizes:
-        """Of what is captured by now. Without graphs of steps one eager forward takes rows and chunks."""
+        """The sizes of the graphs captured so far. Without graphs of steps one eager forward takes rows and chunks."""
         rows, chunks = ((), ()) if self._graphs is None else self._graphs.mixed_sizes
         prompts = () if self._prompt_graphs is None else self._prompt_graphs.sizes
         return GraphSizes(self._graphs is None or bool(chunks), rows, chunks, prompts)

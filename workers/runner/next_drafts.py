@@ -1,4 +1,4 @@
-"""What is drafted between two verify steps on the device itself: the host has no part in it."""
+"""Drafts between two verify steps on the device itself, without the host."""
 
 from collections.abc import Sequence
 
@@ -56,7 +56,8 @@ class NextDrafts:
             tokens[: part.shape[0]].copy_(part)
 
     def follow(self, buffers: GraphBuffers) -> Tensor:
-        """For the rows of a step that follows. See DraftKernels.follow, and the shift of GraphBuffers.attention."""
+        """Computes the rows of a step that follows. See DraftKernels.follow, and the shift of
+        GraphBuffers.attention."""
         tokens, sources, _, uniforms, *_ = buffers.inputs
         rows = FollowingRows(tokens, sources, buffers.positions, uniforms, buffers.preceding)
         return self._kernels.follow(rows, self._histories, self._max_ngram)
@@ -67,9 +68,9 @@ class NextDrafts:
         self._kernels.accept(tokens, sampled, buffers.positions, buffers.preceding, self._histories)
 
     def enter(self, rows: EnteringRows, number: int, ahead: int) -> Entered:
-        """What goes into step `number` of a chain; see DraftKernels.enter."""
+        """Returns the inputs of step `number` of a chain; see DraftKernels.enter."""
         return self._kernels.enter(rows, number, ahead, self._histories)
 
     def put(self, sources: Tensor, number: int, drafted: Tensor) -> None:
-        """What step `number` of the chain has drafted, int64 [n]; see DraftKernels.put."""
+        """Stores the drafts of step `number` of the chain, int64 [n]; see DraftKernels.put."""
         self._kernels.put(sources, drafted, number, self._histories)

@@ -1,4 +1,4 @@
-"""What a worker takes of its GPU beside weights and pages."""
+"""The memory that a worker takes of its GPU beyond weights and pages."""
 
 # Memory that is allocated after the pages, and cannot be measured before:
 FLASHINFER_BYTES = 256 << 20  # FlashInfer's workspace

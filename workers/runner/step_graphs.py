@@ -12,7 +12,7 @@ from tandem.workers.runner.forward_graphs import Capture, ForwardGraphs
 
 
 class StepGraphs:
-    """Of one model; see DecodeGraphs."""
+    """The graphs of steps of one model; see DecodeGraphs."""
 
     def __init__(
         self,

@@ -23,7 +23,7 @@ def mark_stream(device: torch.device) -> Callable[[], bool] | None:
 
 
 def all_past(*marks: Callable[[], bool] | None) -> Callable[[], bool] | None:
-    """Of several marks; None where all are."""
+    """Returns a function that tells whether the device is past all of several marks; None if all marks are None."""
     given = [is_past for is_past in marks if is_past is not None]
     if len(given) < 2:
         return given[0] if given else None

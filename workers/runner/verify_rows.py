@@ -1,4 +1,4 @@
-"""Where the tokens of a verify step stand."""
+"""The rows of a verify step's tokens."""
 
 import numpy as np
 

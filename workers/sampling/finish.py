@@ -1,4 +1,4 @@
-"""When a sequence is over, as far as token ids can tell. Stop strings are text and are matched at the gateway."""
+"""Ends a sequence, as far as token ids can tell. Stop strings are text and are matched at the gateway."""
 
 from dataclasses import dataclass
 from enum import IntEnum

@@ -65,7 +65,7 @@ class GuideNotFollowed(ValueError):
 
 @dataclass(frozen=True)
 class Guided:
-    """What the output has to follow. texts: one, of choice several."""
+    """The grammar that the output has to follow. texts: one, of choice several."""
 
     kind: str  # of KINDS
     texts: tuple[str, ...]
@@ -73,7 +73,8 @@ class Guided:
     thinking_tokens: int = field(default=0, compare=False)  # output tokens behind which thinking ends; 0: no limit
 
     def within(self, max_tokens: int) -> "Guided":
-        """With a limit of its thinking, if it has none, so that tokens are left for what follows the guide."""
+        """Returns the guide with a limit of its thinking, if it has none, so that tokens are left for what follows the
+        guide."""
         if self.thinking is None or self.thinking_tokens:
             return self
         return replace(self, thinking_tokens=max(1, max_tokens - min(max_tokens * 3 // 4, MOST_KEPT)))
@@ -105,8 +106,8 @@ class Grammars:
             return matcher.deep_copy()
 
     def check(self, guided: Guided) -> None:
-        """As compile(), without keeping the grammar. InvalidGuide also where a text that follows it gets too complex
-        within a few tokens. For one thread."""
+        """Compiles the guide, without keeping the grammar. InvalidGuide also where a text that follows it gets too
+        complex within a few tokens. For one thread."""
         matcher = self._compile(guided)
         for _ in range(LOOK_AHEAD):
             mask = np.frombuffer(matcher.compute_bitmask(), np.uint8)
@@ -118,14 +119,14 @@ class Grammars:
             matcher.consume_token(token)
 
     def _next_token(self, allowed: NDArray[np.intp]) -> int | None:
-        """Of those that are allowed the first one that ends nothing, and is more than white space if possible."""
+        """Returns the first allowed token that ends nothing, and is more than white space if possible."""
         assert self._tokenizer is not None, "a grammar has been compiled"
         tokens = [int(token) for token in allowed[:MOST_SPACES] if token not in self._eos_token_ids]
         written = (token for token in tokens if self._tokenizer.decode_bytes([token]).strip())
         return next(written, tokens[0] if tokens else None)
 
     def constraint(self, guided: Guided) -> "Constraint":
-        """Of one row; as compile()."""
+        """Makes the constraint of one row; raises as compile()."""
         matcher, limit = self.compile(guided), None
         with self._lock:
             self._pool = self._pool or ThreadPoolExecutor(THREADS, "masks")
@@ -204,7 +205,7 @@ def _schema_of(text: str) -> dict[str, Any]:
 
 
 def _spacing(schema: object) -> "JsonCompileOptions":
-    """What holds unless the schema's own options say what stands between two tokens."""
+    """Returns options for white space between two tokens, unless the schema has its own."""
     options = schema.get("x-guidance") if isinstance(schema, dict) else None
     says = isinstance(options, dict) and not options.keys().isdisjoint(("whitespace_pattern", "whitespace_flexible"))
     return {} if says else {"whitespace_pattern": WHITESPACE}
@@ -239,7 +240,8 @@ class Constraint:
         self._mask = self._pool.submit(next_mask)
 
     def mask(self) -> Int32Array:
-        """Of the next token, as LogitRules.allowed; all tokens are allowed where there is an error. Waits for it."""
+        """Returns the mask of the next token, as LogitRules.allowed; all tokens are allowed if there is an error. Waits
+        for it."""
         if self._mask is None:
             self.follow(())
         assert self._mask is not None
@@ -281,7 +283,7 @@ def masks_of(constraints: Iterable[Constraint | None]) -> Int32Array:
 
 
 def _in_words(error: str) -> str:
-    """What llguidance says, without the names of its parts: one line of at most MOST_SAID characters."""
+    """Returns llguidance's message without the names of its parts: one line of at most MOST_SAID characters."""
     said = next((words for name, words in IN_WORDS.items() if name in error), error.partition("<non-verbose")[0])
     said = " ".join(said.split())
     return said if len(said) <= MOST_SAID else f"{said[: MOST_SAID - 2]} …"

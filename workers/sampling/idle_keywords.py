@@ -10,7 +10,7 @@ NOTES = frozenset({"title", "description", "$comment", "default", "examples", "d
 FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown"}
 )
-"""Those that llguidance holds a string to. JSON Schema takes any other as a note."""
+"""Formats that llguidance holds a string to. JSON Schema takes any other as a note."""
 DRAFTS = frozenset(
     {
         "https://json-schema.org/draft/2020-12/schema",
@@ -61,7 +61,7 @@ def _is_short(schema: Mapping[str, Any]) -> bool:
 
 
 def _asks_of_none(held: object) -> bool:
-    """Of keywords that ask for more where an object has certain properties."""
+    """Whether keywords that ask for more where an object has certain properties ask for nothing."""
     return isinstance(held, Mapping) and all(one == [] or _takes_all(one) for one in held.values())
 
 

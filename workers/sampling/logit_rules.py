@@ -1,6 +1,6 @@
-"""What a request changes in its logits before its tokens are sampled, in vLLM's order.
+"""The changes of a request to its logits before its tokens are sampled, in vLLM's order.
 
- 1. masks: a token gets -inf      grammar, allowed_token_ids, bad words, stop tokens before min_tokens
+1. masks: a token gets -inf      grammar, allowed_token_ids, bad words, stop tokens before min_tokens
  2. logit_bias is added
  3. repetition_penalty            tokens of prompt and output: logit / penalty above 0, else logit · penalty
  4. frequency_penalty             logit - penalty · how often the output has the token
@@ -11,7 +11,7 @@ Temperature and filters come behind it. Log-probabilities are those of the raw l
 A row's state on the device is a function of its prompt and its output so far, so a request that is placed again goes on
 with the same state. It has three parts:
 
- seen     int16 [vocab]   bit 15: in the prompt; the others: how often in the output, at most MOST_COUNTED
+seen     int16 [vocab]   bit 15: in the prompt; the others: how often in the output, at most MOST_COUNTED
  allowed  int32 [⌈vocab/32⌉]   bit t % 32 of entry t / 32: whether token t may be sampled
  record   int32 [RECORD]  the rest, as below
 """
@@ -69,7 +69,7 @@ class LogitRules:
         return tokens, counts.astype(np.int16)
 
     def allowed(self, vocab: int) -> Int32Array:
-        """Without the grammar; see above."""
+        """Returns the tokens that may be sampled, without the grammar; see above."""
         may = np.zeros(-(-vocab // 32) * 32, np.bool_)
         if self.params.allowed_token_ids:
             may[list(self.params.allowed_token_ids)] = True

@@ -1,4 +1,4 @@
-"""What is read of prompts that nobody decodes: hidden states, pooled, or logits of a few tokens."""
+"""Pools what is read of prompts that nobody decodes: hidden states, or logits of a few tokens."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -15,8 +15,8 @@ Float32Array = NDArray[np.float32]
 
 
 class Reading(NamedTuple):
-    """What is read of one chunk: the sum of the hidden states of its rows begin … end - 1, as the head of the model
-    gets them; where there are token_ids, the logits of these behind that one row instead."""
+    """The part of a chunk to read: the sum of the hidden states of its rows begin … end - 1, as the model's head gets
+    them. With token_ids, the logits of these tokens after that one row instead."""
 
     begin: int
     end: int
@@ -24,7 +24,7 @@ class Reading(NamedTuple):
 
 
 class Pooled(NamedTuple):
-    """What one forward gave. It is there once the device is past what was launched before."""
+    """The values that one forward gave. It is there once the device is past what was launched before."""
 
     hidden: Float32Array  # [n, hidden], of readings without token_ids, in their order
     logits: Float32Array  # [m, k], of the others; k is the most token_ids, and rows with fewer end in any numbers

@@ -85,7 +85,7 @@ class PostBox:
         self._unread: list[PostedSamples | None] = [None, None]
 
     def next_ticket(self) -> int:
-        """For the step that is launched next. The one but one before it has then been read."""
+        """Returns the ticket of the step that is launched next. The step two before it has then been read."""
         self._turn += 1
         ticket = self._turn << TOKEN_BITS
         before = self._unread[half_of(ticket)]

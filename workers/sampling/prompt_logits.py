@@ -1,4 +1,4 @@
-"""What a launch of prompts leaves behind, until first tokens are sampled from it."""
+"""The logits that a launch of prompts leaves, until first tokens are sampled from them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

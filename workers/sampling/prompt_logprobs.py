@@ -16,15 +16,15 @@ NUMBERS_A_PIECE = 1024  # log-probabilities that travel in one message
 
 
 class PackedLogprobs(NamedTuple):
-    """Of n consecutive prompt tokens: natural logarithms, of the raw distribution. They are there once the device is
-    past what was launched before."""
+    """The natural logarithms of n consecutive prompt tokens' probabilities, of the raw distribution. They are there
+    once the device is past what was launched before."""
 
     logprobs: NDArray[np.float32]  # [n], each token's own
     top_ids: NDArray[np.int32]  # [n, k], best first
     top_logprobs: NDArray[np.float32]  # [n, k]
 
     def pieces(self, size: int) -> "Iterator[PackedLogprobs]":
-        """Of at most so many tokens each."""
+        """Yields pieces of at most `size` tokens each."""
         for begin in range(0, len(self.logprobs), size):
             part = slice(begin, begin + size)
             yield PackedLogprobs(self.logprobs[part], self.top_ids[part], self.top_logprobs[part])
@@ -66,10 +66,10 @@ class Scored(NamedTuple):
 def logprobs_of_targets(
     hidden: Tensor, logits_of: Callable[[Tensor], Tensor], targets: Tensor, num_top: int, vocab_size: int
 ) -> PackedLogprobs:
-    """For targets int64 [n], which follow the rows of hidden [n, hidden]: their log-probabilities, float32 [n], and ids
-    and log-probabilities of the num_top likeliest tokens, int32 and float32 [n, num_top], best first.
+    """Returns for targets int64 [n], which follow the rows of hidden [n, hidden], their log-probabilities, float32 [n].
+    Also returns ids and log-probabilities of the num_top likeliest tokens, int32 and float32 [n, num_top], best first.
 
-    Slice by slice, for the logits of all rows would take gigabytes. logits_of: see DenseDecoder.logits.
+    Works slice by slice, because the logits of all rows would take gigabytes. logits_of: see DenseDecoder.logits.
     """
     rows, num_top = max(1, SLICE_BYTES // (4 * vocab_size)), min(num_top, vocab_size)
     chosen = hidden.new_empty(targets.shape[0], dtype=torch.float32)

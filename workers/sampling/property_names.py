@@ -24,7 +24,7 @@ def with_properties(schema: Any) -> Any:
 
 
 def _by_names(names: Mapping[str, Any], held: Any) -> dict[str, Any] | None:
-    """What says that properties of such names are as `held`. None where these keywords cannot."""
+    """Returns keywords by which properties with such names are as `held`. None where no keywords can."""
     if names.get("type", "string") != "string":
         return None
     asked = names.keys() - NOTES - {"type"}

@@ -54,7 +54,7 @@ class SampleBatch:
         return SampleBatch(self.seeds[rows], self.columns.take(rows, axis=1), self.num_logprobs[rows], rules)
 
     def join(self, other: "SampleBatch") -> "SampleBatch":
-        """These rows, then the other's."""
+        """Returns these rows, then the other's."""
         both: list[LogitRules | None] = []
         if self.rules is not None or other.rules is not None:
             for batch in (self, other):

@@ -36,7 +36,7 @@ class InvalidSamplingParams(ValueError):
 
 
 class SlidingWindow(NamedTuple):
-    """What a token sees of the output and of the prompt: see inference.proto."""
+    """The positions of output and prompt that a token sees: see inference.proto."""
 
     window: int
     sinks: int

@@ -1,4 +1,4 @@
-"""What a model thinks before it writes what follows a grammar: free text between two tags."""
+"""Free text that a model writes between two tags, before the text that follows a grammar."""
 
 import json
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def behind(thinking: Thinking, grammar: str, tokenizer: "LLTokenizer") -> str:
 
 
 def _parts(grammar: str) -> list[dict[str, Any]]:
-    """Of a grammar in Lark, or in llguidance's JSON: at least one."""
+    """Returns the parts of a grammar in Lark, or in llguidance's JSON: at least one."""
     if not grammar.lstrip().startswith("{"):
         return [{"lark_grammar": grammar}]
     held = json.loads(grammar)

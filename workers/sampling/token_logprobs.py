@@ -34,7 +34,7 @@ class Logprobs:
 
 
 def logprobs_of(logits: Tensor, tokens: Tensor, num_logprobs: NDArray[np.int64]) -> Logprobs | None:
-    """Of tokens int64 [n] under logits [n, vocab]; None where no row asks."""
+    """Returns the log-probabilities of tokens int64 [n] under logits [n, vocab]; None where no row asks."""
     rows = np.flatnonzero(num_logprobs != NO_LOGPROBS)
     if rows.size == 0:
         return None

@@ -1,4 +1,4 @@
-"""What one step computes, as frozen values. They are NamedTuples: frozen dataclasses take a microsecond longer."""
+"""The work of one step, as frozen values. They are NamedTuples: frozen dataclasses take a microsecond longer."""
 
 from typing import NamedTuple
 
@@ -33,7 +33,7 @@ class StepBatch(NamedTuple):
     decodes: DecodeStep | None = None
 
     def parted(self) -> "tuple[StepBatch, tuple[Chunk, ...]]":
-        """Without the chunks of prompts that nobody decodes, and these."""
+        """Returns the batch without the chunks of prompts that nobody decodes, and these chunks."""
         read = tuple(chunk for chunk in self.chunks if chunk.request.reader is not None)
         return (self._replace(chunks=tuple(one for one in self.chunks if one not in read)) if read else self), read
 

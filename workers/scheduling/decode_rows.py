@@ -80,7 +80,7 @@ class DecodeRows:
 
     @property
     def positions(self) -> int:
-        """Of all rows: what the next step reads of KV."""
+        """The positions of all rows, whose KV the next step reads."""
         return int(self.lengths.sum())
 
     @property
@@ -159,7 +159,7 @@ class DecodeRows:
         self._steps_left = int((self.ends - self.lengths).min()) if self.requests else 0
 
     def _set_requests(self, requests: list[DecodeRequest]) -> None:
-        """These are the rows of the arrays now."""
+        """Makes these requests the rows of the arrays."""
         self.requests = requests
         self.sequence_ids = tuple(request.sequence_id for request in requests)
         # Steps without a request that has all the tokens that it may have, and what they use again each time.

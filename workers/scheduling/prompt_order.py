@@ -1,4 +1,4 @@
-"""Whose turn it is among prompts: first those whose first token can still come in time."""
+"""Orders prompts: first those whose first token can still come in time."""
 
 import heapq
 import math
@@ -112,7 +112,7 @@ class PromptOrder:
         self._owed = min(self._owed, max(total, 1))
 
     def gave(self, chunks: Sequence[Chunk]) -> None:
-        """These are the chunks of the next step."""
+        """Notes the chunks of the next step."""
         if self._has_targets:
             self._given = [(prompt, prompt.computed, prompt in self._timely) for prompt, _ in chunks]
 
@@ -144,7 +144,7 @@ class PromptOrder:
         yield from self._by_level(prompt for prompt in self._turns() if prompt in running and prompt not in elders)
 
     def _by_level(self, prompts: Iterable[Prompt]) -> Iterable[Prompt]:
-        """By priority, and of one priority in the order given."""
+        """Sorts prompts by priority, and keeps the given order within a priority."""
         return sorted(prompts, key=self._level) if self._ranked else prompts
 
     def _level(self, prompt: Prompt) -> int:

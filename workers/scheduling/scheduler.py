@@ -106,11 +106,11 @@ class Scheduler:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of all prompts: those that are not yet computed."""
+        """The number of tokens that are not yet computed, of all prompts."""
         return sum(request.num_tokens - request.computed for request in (*self._waiting, *self._running))
 
     def next_batch(self, *, prompts: bool = True) -> StepBatch:
-        """What the next step computes; calling it again without a change in between gives the same.
+        """Returns what the next step computes. Calling it again without a change in between gives the same.
 
         prompts: whether the device has room for chunks behind those that were launched.
         """

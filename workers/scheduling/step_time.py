@@ -27,7 +27,7 @@ NUM_TERMS = len(PRIOR)
 
 
 class StepLoad(NamedTuple):
-    """What a device computes between the tokens of one step and those of the next. Tokens are with padding.
+    """The work of a device between the tokens of one step and those of the next. Tokens are with padding.
 
     rows: tokens of decode rows. positions: of KV that rows read. joint: prompt tokens in the forward of the rows.
     forwards, apart: forwards of prompts by themselves, and their tokens. pairs: of a prompt token and a position that
@@ -80,7 +80,7 @@ class StepTime:
         self._steps, self._fitted = 0, 0  # measured so far; of them when it was fitted last
 
     def seconds(self, load: StepLoad) -> float:
-        """What the model says of a step."""
+        """Returns the seconds of a step by the model."""
         forward, token, beyond, position, pair = self._rates
         forwards, tokens, tokens_beyond, positions, pairs = _terms(load)
         return forward * forwards + token * tokens + beyond * tokens_beyond + position * positions + pair * pairs

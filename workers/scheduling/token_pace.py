@@ -95,7 +95,7 @@ class TokenPace:
 
 
 def _pairs(tokens: int, context: int) -> int:
-    """Of each token and a position that it attends to, which is before it or its own."""
+    """Counts the pairs of a token and a position that it attends to, its own or an earlier one."""
     return tokens * context + tokens * (tokens + 1) // 2
 
 

@@ -22,7 +22,7 @@ MAX_NAME, MAX_PATH = 256, 4096  # characters
 
 
 class AdapterLoads:
-    """Of one worker. Folders are read beside its steps."""
+    """Loads the adapters of one worker. Folders are read beside its steps."""
 
     def __init__(
         self, engine: Engine, settings: AdapterSettings, call: Callable[[Callable[[], object]], object]
@@ -113,5 +113,5 @@ def check_held(engine: Engine, prompt: PromptSpec) -> PromptSpec:
 
 
 def adapter_infos(engine: Engine) -> list[inference_pb2.AdapterInfo]:
-    """For a WorkerInfo."""
+    """Returns the adapters for a WorkerInfo."""
     return [inference_pb2.AdapterInfo(**one._asdict()) for one in engine.adapters]

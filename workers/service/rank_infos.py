@@ -1,4 +1,4 @@
-"""What a worker of several processes says of each."""
+"""Reports each process of a worker that has several."""
 
 from collections.abc import Sequence, Set
 

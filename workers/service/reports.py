@@ -1,4 +1,4 @@
-"""What a worker tells a router of itself, over and over: which prefixes it holds, and how busy it is."""
+"""The reports of a worker to a router, over and over: the prefixes that it holds, and how busy it is."""
 
 import asyncio
 
@@ -23,7 +23,8 @@ class Reports:
         self._steps = 0
 
     def take(self) -> list[worker_pb2.WorkerReport]:
-        """On the step thread: what is new since the last call. The first call tells all; none is empty."""
+        """Returns what is new since the last call. Called on the step thread. The first call tells all; none is
+        empty."""
         self._seen, self._steps = self._marks(), self._loop.meter.steps
         first = self._position is None
         changes = self._loop.engine.prefix_changes(self._position)
@@ -47,7 +48,7 @@ class Reports:
         return reports
 
     async def due(self) -> None:
-        """On the event loop: returns when take() has something, or may have. Asks nothing of the step thread."""
+        """Returns when take() has something, or may have. Called on the event loop. Asks nothing of the step thread."""
         waited = 0.0
         while True:
             await asyncio.sleep(LEAST_SECONDS)

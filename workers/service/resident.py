@@ -5,5 +5,5 @@ from pathlib import Path
 
 
 def resident_bytes(pid: int | None = None) -> int:
-    """Of the pages that are in memory now, of this process or another. OSError where there is none."""
+    """Returns the bytes in memory now of this process or another. OSError where there is none."""
     return int(Path(f"/proc/{pid or 'self'}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -100,7 +100,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
 
     @property
     def _named(self) -> inference_pb2.WorkerInfo:
-        """Which worker this is, and nothing of how it stands."""
+        """The worker's identity, without its state."""
         role = inference_pb2.ROLE_PREFILL if self._config.role == Role.PREFILL else inference_pb2.ROLE_DECODE
         return inference_pb2.WorkerInfo(role=role, pe=self._config.pe, pid=os.getpid())
 

@@ -44,7 +44,7 @@ class Field:
 
 @dataclass(frozen=True)
 class MessageLayout:
-    """What a message may hold: fields by tag, which is their number and their type on the wire."""
+    """The fields that a message may hold, by tag: their number and their type on the wire."""
 
     name: str
     known: str
@@ -127,7 +127,8 @@ def _check_parts(parts: int) -> None:
 
 
 def _check_numbers(data: bytes, at: int, size: int, field: Field) -> None:
-    """Of a packed field. Each number ends with a byte below 128. It stops counting at the first one too many."""
+    """Counts the numbers of a packed field, and refuses too many. Each number ends with a byte below 128. It stops
+    counting at the first one too many."""
     end, count = min(at + size, len(data)), 0
     if size <= MAX_NUMBERS:
         return

@@ -1,4 +1,4 @@
-"""Which rows of a step get drafts, and of how many tokens: by the cost of drafts and recent acceptance rates."""
+"""Chooses the rows of a step that get drafts, and their lengths, by the cost of drafts and recent acceptance rates."""
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache, partial
@@ -19,7 +19,7 @@ MOST_PLAIN_STEPS = 48  # at most, before rarely accepted drafts are tried again 
 
 
 class Cost(NamedTuple):
-    """What a verify step costs more than a plain step, in plain steps (decisions 0107 and 0111 to 0113)."""
+    """The extra cost of a verify step over a plain step, in plain steps (decisions 0107 and 0111 to 0113)."""
 
     verify: float  # for the step itself
     token: float  # for each drafted token

@@ -25,7 +25,7 @@ class Drafter(Protocol):
     computes: bool
 
     def propose(self, asks: Sequence[DraftAsk]) -> list[Int64Array]:
-        """For each ask, up to `most` token ids that may follow its context, int64; empty without a proposal."""
+        """Proposes for each ask up to `most` token ids that may follow its context, int64; empty without a proposal."""
         ...
 
     def forget(self, sequence_id: int) -> None:

@@ -30,7 +30,7 @@ class AdapterRows:
         self.slots = slots
 
     def keep(self, rows: Tensor) -> None:
-        """From here on the forward has only these of its rows, int64 [n]."""
+        """Reduces the forward to these of its rows from here on, int64 [n]."""
         if self.slots is not None:
             self.slots = self.slots.index_select(0, rows)
 
@@ -117,7 +117,7 @@ class AdaptedProjection(Projection):
 
 @dataclass(frozen=True, eq=False)
 class AdaptedPart:
-    """What this rank holds of a checkpoint's weight to which adapters may add: n consecutive rows of an Adapted one, of
+    """This rank's part of a checkpoint's weight to which adapters may add: n consecutive rows of an Adapted weight, of
     K columns."""
 
     name: str  # in the checkpoint, without `.weight`

@@ -25,7 +25,7 @@ class Form(Protocol):
 
 
 class DenseForm(Form):
-    """In the dtype that the model computes in."""
+    """Weights in the dtype that the model computes in."""
 
     def weight(self, new: "Allocator", rows: int, columns: int, bias: Tensor | None) -> Dense:
         return Dense(new(rows, columns), bias)
@@ -59,7 +59,7 @@ class Allocator:
         return self(*shape) if wanted else None
 
     def dense(self, rows: int, columns: int, *, biased: bool = False) -> Weight:
-        """For embeddings, heads and routers, which layers also look up or compute in another dtype."""
+        """Makes a weight for embeddings, heads and routers, which layers also look up or compute in another dtype."""
         return DENSE.weight(self, rows, columns, self.when(biased, rows))
 
     def linear(self, rows: int, columns: int, *, biased: bool = False) -> Weight:
@@ -92,7 +92,7 @@ class Sketch(DenseForm):
         return made
 
     def matrices(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[list[str], int]]:
-        """For each call of linear() and stack() the names of the tensors that fill its matrix, and its columns.
+        """Yields for each call of linear() and stack() the names of the tensors that fill its matrix, and its columns.
         weights: the views that they fill."""
         filled: dict[int, list[str]] = {}
         for name, view in weights.items():

@@ -26,7 +26,7 @@ PARTED_ROWS, LEAST_TO_PART = range(129, 257), 8192  # columns; by measurement, s
 
 @dataclass(frozen=True, eq=False)
 class _Plain(Linear):
-    """What a weight and a stack of them have in common."""
+    """The common part of a weight and a stack of weights."""
 
     @property
     def device(self) -> torch.device:

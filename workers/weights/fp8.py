@@ -44,7 +44,7 @@ class Fp8Form(Form):
     def stack(
         self, new: Allocator, count: int, rows: int, columns: int, bias: Tensor | None, *, transposed: bool
     ) -> "Fp8Stack":
-        """Not transposed: no checkpoint has the experts of a layer in one tensor of FP8."""
+        """Makes a stack that is not transposed: no checkpoint has the experts of a layer in one tensor of FP8."""
         group, groups = self._groups(columns)
         scales = new(count, rows, groups, dtype=torch.float32)
         return Fp8Stack(new(count, rows, columns, dtype=NUMBERS), scales, bias, group, new.dtype)
@@ -115,7 +115,7 @@ class Fp8(Weight):
         return Fp8Projection(partial(native.scaled_linear, packed=packed, outputs=self.rows))
 
     def linear(self, x: Tensor) -> Tensor:
-        """By blocks of rows, each dequantized: beside the product it takes AT_ONCE numbers."""
+        """Multiplies by blocks of rows, each dequantized. It takes AT_ONCE numbers in addition to the product."""
         y = x.new_empty(x.shape[0], self.rows)
         for begin, end in self._row_blocks():
             bias = None if self.bias is None else self.bias[begin:end]
@@ -135,7 +135,7 @@ class Fp8(Weight):
 
 
 class Fp8Projection(Projection):
-    """Of a weight that kernels multiply by in 8 bits."""
+    """The projection of a weight that kernels multiply by in 8 bits."""
 
     def __init__(self, multiply: Callable[[Tensor], Tensor]) -> None:
         self._multiply = multiply

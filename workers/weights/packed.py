@@ -48,7 +48,7 @@ class PackedForm(Form):
 
 @dataclass(frozen=True, eq=False)
 class _Packed(PackedLinear):
-    """What a weight and a stack of them have in common."""
+    """The common part of a weight and a stack of weights."""
 
     computed: torch.dtype  # of x and of products
 
@@ -85,7 +85,7 @@ class Packed(_Packed, Weight):
         return choose_packed_kernels(self.device, self.computed).linear(x, self)
 
     def prepare(self, *, shared: bool = False) -> Projection:
-        """On a GPU, whose fast kernels take neighbours as groups, columns are put into the order of their groups."""
+        """Puts columns into the order of their groups on a GPU, whose fast kernels take neighbours as groups."""
         return self if self.groups is None or self.device.type == "cpu" else InGroups(self)
 
 

@@ -1,4 +1,4 @@
-"""What a layer multiplies by. Nobody else knows in which form memory holds it."""
+"""The weights that layers multiply by. Nobody else knows in which form memory holds it."""
 
 from collections.abc import Callable
 from itertools import accumulate, pairwise
@@ -46,15 +46,15 @@ class Weight(Projection, Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of x and of the product."""
+        """The dtype of x and of the product."""
         ...
 
     @property
     def device(self) -> torch.device: ...
 
     def tensors(self) -> dict[str, Tensor]:
-        """What memory holds, by the last part of its name in a checkpoint: `weight`, `bias`. Each tensor is [rows, …],
-        and its owner may put rows into another order, in place."""
+        """Returns the tensors in memory, by the last part of their names in a checkpoint: `weight`, `bias`. Each tensor
+        is [rows, …], and its owner may put rows into another order, in place."""
         ...
 
     def slice(self, begin: int, end: int) -> "Weight":
@@ -70,7 +70,7 @@ class Weight(Projection, Protocol):
         return self.tensor()[rows]
 
     def plain(self) -> Linear | None:
-        """For kernels that do more than multiply. None: memory does not hold the matrix as such."""
+        """Returns the matrix for kernels that do more than multiply. None: memory does not hold the matrix as such."""
         return None
 
     def prepare(self, *, shared: bool = False) -> Projection:
@@ -113,8 +113,8 @@ class WeightStack(Protocol):
 
 
 def tensor_name(name: str, kind: str) -> str:
-    """Of another tensor of the weight whose matrix is called `name`: `X.weight`, or `X` for the experts of a layer in
-    one tensor."""
+    """Names another tensor of the weight whose matrix is called `name`: `X.weight`, or `X` for the experts of a layer
+    in one tensor."""
     module = name.removesuffix(".weight")
     return name if kind == "weight" else f"{module}_{kind}" if module == name else f"{module}.{kind}"
 

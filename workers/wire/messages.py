@@ -1,4 +1,4 @@
-"""Between protobuf messages and the values that the loops work with."""
+"""Converts between protobuf messages and the values that the loops work with."""
 
 from collections.abc import Sequence
 from dataclasses import fields

@@ -1,4 +1,4 @@
-"""What llm-compressor writes into quantization_config: groups of modules, and the KV cache."""
+"""Reads llm-compressor's quantization_config: groups of modules, and the KV cache."""
 
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
@@ -59,7 +59,7 @@ def _read_floats(weights: Fields, served: str) -> tuple[int, int] | None:
 
 
 def _read_integers(weights: Fields, served: str) -> tuple[tuple[int, int] | None, bool]:
-    """What shares a scale, and whether it has a zero of its own."""
+    """Returns the block that shares a scale, and whether it has a zero of its own."""
     for name, accepted in (("type", (None, "int")), ("num_bits", (4,)), ("symmetric", (None, True, False))):
         accept(weights, name, accepted, served)
     accept(weights, "strategy", INT4_STRATEGIES, served)

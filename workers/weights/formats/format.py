@@ -15,7 +15,7 @@ BLOCK_SIZES = f"two integers from 1 to {MAX_BLOCK}"
 
 @dataclass(frozen=True)
 class Quantization:
-    """What quantization_config says about weights and KV."""
+    """The weights' and KV's quantization by quantization_config."""
 
     weights: str | None = None  # a key of FORMATS; None: they are stored as they are computed with
     block: tuple[int, int] | None = None  # rows and columns that share a scale, where a scale is of a block

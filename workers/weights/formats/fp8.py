@@ -220,7 +220,7 @@ def _scale_names(name: str) -> tuple[str, ...]:
 
 
 def _form(parts: Sequence[StoredWeight], columns: int) -> Form:
-    """That of FP8 where all parts have groups of as many columns. Else reading dequantizes them."""
+    """Returns the form of FP8 where all parts have groups of as many columns. Else reading dequantizes them."""
     stored = [part for part in parts if type(part) is Fp8Weight]
     groups = {part.group for part in stored}
     if len(stored) < len(parts) or len(groups) != 1:

@@ -48,7 +48,7 @@ class Int4Weight:
 
     @staticmethod
     def shapes(rows: int, columns: int, groups: int) -> Mapping[str, tuple[int, ...]]:
-        """Those of the tensors that are stored, by field."""
+        """Returns the shapes of the tensors that are stored, by field."""
         raise NotImplementedError
 
     @property
@@ -170,7 +170,7 @@ class Int4Part:
 
 
 def read_rows(stored: Plain, rows: range) -> Tensor:
-    """Those of a tensor of one or two dimensions, in its dtype."""
+    """Reads rows of a tensor of one or two dimensions, in its dtype."""
     dtype, tensor = stored.file.dtype_of(stored.name), stored.file.tensors[stored.name]
     row_bytes = dtype.itemsize * (tensor.shape[1] if len(tensor.shape) > 1 else 1)
     read = read_bytes(stored.file, tensor.begin + rows.start * row_bytes, len(rows) * row_bytes).view(dtype)

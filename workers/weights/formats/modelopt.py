@@ -1,4 +1,4 @@
-"""What ModelOpt writes into quantization_config: an algorithm for weights, and one for the KV cache."""
+"""Reads ModelOpt's quantization_config: an algorithm for weights, and one for the KV cache."""
 
 from tandem.workers.checkpoint.fields import Fields
 from tandem.workers.weights.formats.format import Method, Quantization, accept, read_modules

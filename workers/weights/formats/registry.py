@@ -14,7 +14,7 @@ from tandem.workers.weights.formats.format import AS_COMPUTED, Format, Method, Q
 
 
 def _named(name: str) -> Any:
-    """What `module.NAME` of this package is."""
+    """Returns the attribute `module.NAME` of this package."""
     module, _, attribute = name.partition(".")
     return getattr(import_module(f"tandem.workers.weights.formats.{module}"), attribute)
 

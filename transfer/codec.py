@@ -83,7 +83,7 @@ def decode_runs(data: bytes, *, max_tokens: int) -> SlotRuns:
 
 
 def _check_slots(begins: Int64Array, lengths: Int64Array) -> None:
-    """That they, at least one, are those of SlotRuns, which holds int32."""
+    """Checks that these values, at least one, suit SlotRuns, which holds int32."""
     first, shortest, longest = int(begins.min()), int(lengths.min()), int(lengths.max())
     if first < -1:
         raise InvalidPositionMap(f"a run begins at {first}; slots are at least 0, or -1 to skip")
@@ -197,7 +197,7 @@ class _Reader:
         return self.take(1, field)[0]
 
     def varint(self, field: str) -> int:
-        """At most 6 bytes (42 bits), in the shortest form."""
+        """Reads a varint of at most 6 bytes (42 bits), in the shortest form."""
         value = 0
         for shift in range(0, 42, 7):
             byte = self.byte(field)

@@ -64,7 +64,8 @@ def is_newer(generation: int, other: int) -> bool:
 
 
 class SignalBoard:
-    """Which mailbox rows of a receiver are in use, and for the how-many-th time. Owned by its step thread.
+    """Tells which mailbox rows of a receiver are in use, and counts the uses of each. Owned by its step thread. Owned
+    by its step thread.
 
     Release a row only when its writer is quiet, as with pages: a late post would overwrite the row of its next user.
     """

@@ -1,4 +1,4 @@
-"""Which whole pages and which single slots to copy, so that copies are as long as they can be."""
+"""Plans the whole pages and the single slots to copy, so that copies are as long as they can be."""
 
 import ctypes
 from collections.abc import Callable
@@ -99,14 +99,15 @@ def load_page_runs() -> Callable[..., int] | None:
 
 
 def _runs(source: Int32Array, target: Int32Array) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Where both go on by 1: (begins, lengths) of the stretches between the breaks. At least one element each."""
+    """Returns (begins, lengths) of the stretches in which both arrays go on by 1. They have at least one element
+    each."""
     broken = (source[1:] - source[:-1] != 1) | (target[1:] - target[:-1] != 1)
     edges = np.concatenate(([0], broken.nonzero()[0] + 1, [source.size]))
     return edges[:-1], edges[1:] - edges[:-1]
 
 
 def _outside(begins: NDArray[np.integer], lengths: Int32Array, count: int) -> NDArray[np.int64]:
-    """Which of 0 … count-1 no run (begin, length) holds; runs ascend and do not overlap."""
+    """Returns the numbers of 0 … count-1 that no run (begin, length) holds. Runs ascend and do not overlap."""
     edges = np.zeros(count + 1, np.int8)
     edges[begins] += 1
     edges[begins + lengths] -= 1

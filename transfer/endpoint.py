@@ -1,4 +1,4 @@
-"""Where a PE listens for the other PEs of its island."""
+"""The address at which a PE listens for the other PEs of its island."""
 
 from dataclasses import dataclass, field
 from ipaddress import ip_address
@@ -9,7 +9,7 @@ PAGES_NAME = "pages.tandem"
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Of a transport with connections; others need none. Plain values: it travels to the worker's process.
+    """The endpoint of a transport with connections; others need none. Plain values: it travels to the worker's process.
 
     host: the address to listen on. authority, certificate, key: PEM, in memory only. With them each side of a
     connection shows a certificate of that authority, and all is encrypted. Without them host is a loopback address.

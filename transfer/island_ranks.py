@@ -1,9 +1,9 @@
 """The processes of an island: each worker has some, its ranks, of which the first leads."""
 
 MAX_RANKS = 64
-"""Of a worker; a word of a signal has room for their number."""
+"""The most ranks of a worker; a word of a signal has room for their number."""
 MAX_GPU_RANKS = 8
-"""Of a worker on GPUs; an argument of kernels has room for their addresses."""
+"""The most ranks of a worker on GPUs; an argument of kernels has room for their addresses."""
 
 
 class IslandRanks(tuple[int, ...]):

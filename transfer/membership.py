@@ -63,7 +63,7 @@ class TransportConfig:
 
     @property
     def all_epochs(self) -> tuple[int, ...]:
-        """Of each PE."""
+        """The epoch of each PE."""
         return self.epochs or (self.epoch,) * self.num_pes
 
     @property
@@ -80,7 +80,8 @@ class TransportConfig:
 
     @property
     def regions(self) -> list[Regions]:
-        """Of each PE what its pages have in common with the own. InvalidArgument where they are of another layout."""
+        """For each PE, the part of its pages that this PE's pages also hold. InvalidArgument where a PE's pages are of
+        another layout."""
         return [regions_between(self.layout, theirs) for theirs in self.layouts or (self.layout,) * self.num_pes]
 
 
@@ -90,7 +91,7 @@ def bundle(handles: Sequence[bytes]) -> bytes:
 
 
 def unbundle(handle: bytes) -> list[bytes]:
-    """Those of each rank: see bundle()."""
+    """Splits a bundle into the handles of its ranks: see bundle()."""
     return handle.split(b"\n")
 
 

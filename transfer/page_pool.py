@@ -54,7 +54,8 @@ class PagePool:
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
     def put_slots(self, slots: Tensor, values: Tensor, region: Region | None = None) -> None:
-        """What read_slots() of a like pool gave, or of a region of a peer's, to slots (int64 [n])."""
+        """Writes values to slots (int64 [n]). They come from read_slots() of a like pool, or of a region of a
+        peer's."""
         of, pages, offsets = region or WHOLE_PAGES, slots // self._page_size, slots % self._page_size
         begin = 0
         for numbers in of.numbers:

@@ -38,7 +38,7 @@ COUNT_MASK = ((1 << COUNT_BITS) - 1) << COUNT_SHIFT
 
 
 class Writers:
-    """Who writes to whom between ranks of two workers. layouts: of a worker's ranks, in order."""
+    """Finds the ranks of one worker that write to each rank of another. layouts: of a worker's ranks, in order."""
 
     def __init__(self, own: Sequence[KVLayout], peer: Sequence[KVLayout]) -> None:
         self._regions: list[list[Regions]] = [[regions_between(mine, theirs) for theirs in peer] for mine in own]
@@ -138,7 +138,7 @@ class RankTransport(Transport):
                 self._below.write_slots(self._firsts[pe] + rank, group, source_slots, target_slots, stages)
 
     def peer_pool(self, pe: int, group: int) -> Tensor | None:
-        """That of the one rank which is written, if there is one: kernels store into one pool."""
+        """Returns the pool of the one rank that is written, if there is only one: kernels store into one pool."""
         targets = self._targets[pe][group]
         return self._below.peer_pool(self._firsts[pe] + targets[0], group) if len(targets) == 1 else None
 

@@ -40,7 +40,8 @@ def num_request_rows(transport: Transport) -> int:
 
 @dataclass(frozen=True)
 class Recall:
-    """At a writer: the receiver's PE; at a receiver: the writer's. signal: that use of a row of the receiver's."""
+    """A recall of one use of a mailbox row of the receiver's. pe: at a writer, the receiver's; at a receiver, the
+    writer's. signal: the use of the row."""
 
     pe: int
     signal: Signal
@@ -66,7 +67,7 @@ class RecallDesk:
             self._queues[recall.pe].remove(recall)
 
     def forget(self, pe: int) -> None:
-        """That writer has gone, and nothing is asked of it any more."""
+        """Forgets a writer that has gone. Nothing is asked of it any more."""
         self._queues.pop(pe, None)
         self._posted.pop(pe, None)
 
@@ -105,7 +106,7 @@ class RecallInbox:
         return [Recall(pe, _signal(int(words[pe]))) for pe in waiting.tolist()]
 
     def forget(self, pe: int) -> None:
-        """That PE was cut: what it asked and answered is void, for another process has its lanes next."""
+        """Clears the lanes of a PE that was cut, because another process has them next."""
         for lanes in (self._asks, self._answers):
             self._transport.post(self._transport.pe, lanes + pe, 0, 0)
         self._answered[pe] = 0

@@ -1,4 +1,4 @@
-"""What pages of unlike shards of a model have in common: the layers, heads and numbers that both hold."""
+"""Finds what pages of unlike shards of a model have in common: the layers, heads and numbers that both hold."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,11 +48,11 @@ class Region:
 
     @property
     def reversed(self) -> "Region":
-        """As the peer sees it."""
+        """The region as the peer sees it."""
         return Region(self.peer_layers, self.peer_heads, self.layers, self.heads, self.peer_numbers, self.numbers)
 
     def peer_layer(self, layer: int) -> int | None:
-        """Where a layer of the own group stands in the peer's; None where the peer does not hold it."""
+        """Returns the index of an own layer in the peer's group; None where the peer does not hold it."""
         if self.is_empty or not self.layers.start <= layer < self.layers.stop:
             return None
         return layer - self.layers.start + self.peer_layers.start
@@ -60,11 +60,11 @@ class Region:
 
 EMPTY = Region(slice(0, 0), slice(0, 0), slice(0, 0), slice(0, 0))
 Regions = list[Region | None]
-"""Per layer group; None where the pages of both are alike as a whole."""
+"""The regions of each layer group; None where both sides' pages are alike as a whole."""
 
 
 def regions_between(own: "KVLayout", peer: "KVLayout") -> Regions:
-    """Of each group. InvalidArgument unless both are shards of one layout."""
+    """Returns the regions of each group. InvalidArgument unless both are shards of one layout."""
     if own == peer:
         return [None] * len(own.groups)
     _check_alike(own, peer)
@@ -96,7 +96,8 @@ def _check_alike(own: "KVLayout", peer: "KVLayout") -> None:
 
 
 def _num_heads(layout: "KVLayout", group: "LayerGroup") -> int:
-    """Of all ranks. Each rank holds all of a latent, and some numbers of the only head of a state."""
+    """Returns the number of all ranks' heads. Each rank holds all of a latent, and some numbers of the only head of a
+    state."""
     divides_heads = not (group.kind.whole_on_ranks or group.kind.held(layout.shard))
     return group.num_kv_heads * (layout.shard.size // group.kind.replicas if divides_heads else 1)
 
@@ -149,7 +150,7 @@ def _common_heads(own: "KVLayout", peer: "KVLayout", group: int) -> tuple[slice,
 
 
 def _first_head(layout: "KVLayout", group: "LayerGroup") -> int:
-    """Of all ranks' KV heads."""
+    """Returns the index of the rank's first KV head among those of all ranks."""
     return 0 if group.kind.whole_on_ranks else layout.shard.rank // group.kind.replicas * group.num_kv_heads
 
 

@@ -28,7 +28,7 @@ NAME = "tandem-pages"
 
 
 def pool_offsets(config: TransportConfig) -> list[int]:
-    """Where each pool begins in a segment, in bytes, and last where the segment ends; the same for all PEs."""
+    """Returns the byte at which each pool begins in a segment, and the end of the segment; equal for all PEs."""
     offsets = [ALIGNMENT + _aligned(16 * config.num_signals)]
     for group, count in enumerate(config.num_pages):
         offsets.append(offsets[-1] + _aligned(count * config.layout.page_bytes(group)))
@@ -73,7 +73,7 @@ def create_segment(config: TransportConfig) -> tuple[Segment, int]:
 
 
 def create_private_segment(config: TransportConfig) -> Segment:
-    """As create_segment(), in memory that no other process maps."""
+    """Creates a segment like create_segment(), in memory that no other process maps."""
     num_bytes = _checked_bytes(config)
     try:
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -161,18 +161,18 @@ class Transport(ABC):
         raise self._not_elastic(pe)
 
     def offer(self, pe: int, epoch: int) -> bytes:
-        """After cut(): returns a handle for the process that replaces the peer in a later epoch. From any thread. The
-        next cut() ends an offer that was not admitted."""
+        """Returns a handle for the process that replaces the peer in a later epoch, after cut(). Any thread may call
+        it. The next cut() ends an offer that was not admitted."""
         raise self._not_elastic(pe)
 
     def reach(self, pe: int, handle: bytes) -> None:
-        """After offer(): connects to the memory of the process that replaces the peer. From any thread. Raises as
-        join() does."""
+        """Connects to the memory of the process that replaces the peer, after offer(). Any thread may call it. Raises
+        as join() does."""
         raise self._not_elastic(pe)
 
     def admit(self, pe: int) -> None:
-        """After reach(): from now on calls for `pe` go to that process. The owner has ended everything for the process
-        that it replaces."""
+        """Makes calls for `pe` go to the new process from now on, after reach(). The owner has ended everything for the
+        process that it replaces."""
         raise self._not_elastic(pe)
 
     @abstractmethod

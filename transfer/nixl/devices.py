@@ -1,4 +1,4 @@
-"""Which network devices and protocols UCX uses, NIXL's library below: those of the endpoint's address, and RDMA."""
+"""The network devices and protocols of UCX, NIXL's library below: those of the endpoint's address, and RDMA."""
 
 import fcntl
 import socket

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Exchange:
-    """Of one epoch. Without threads of NIXL's own, which would keep a core busy."""
+    """The exchange of one epoch. It uses no threads of NIXL's own, which would keep a core busy."""
 
     def __init__(self, memory: NixlMemory, write_seconds: float, silent_seconds: float) -> None:
         """write_seconds, silent_seconds: how long a write may take, and a peer be silent, until the peer is lost."""
@@ -100,7 +100,7 @@ class Exchange:
                 self._due.clear()
 
     def _allow_pause(self, now: float) -> None:
-        """Where this process was stopped, its peers were not silent for so long."""
+        """Resets the clocks after a pause of this process, in which its peers were not silent."""
         if now > self._turned + BEAT_SECONDS:
             for link in self._links:
                 link.heard, link.moved = link.heard and now, link.moved and now

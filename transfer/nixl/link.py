@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 class Remote:
-    """Where a peer's memory is, by its handle. TransportError where that says nothing of it."""
+    """The addresses of a peer's memory, by its handle. TransportError where the handle has none."""
 
     def __init__(self, pe: int, own_pe: int, detail: Detail, num_pools: int) -> None:
         try:
@@ -100,5 +100,5 @@ class Link:
 
 
 def agent_name(name: str, pe: int) -> str:
-    """Of the agent that a PE has for another."""
+    """Names the agent that a PE has for another."""
     return f"{name}-{pe}"

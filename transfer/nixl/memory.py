@@ -1,4 +1,5 @@
-"""What a PE registers with NIXL: its pools, and rings through which slots and tokens travel, a ring a peer each way."""
+"""The memory that a PE registers with NIXL: its pools, and rings through which slots and tokens travel, a ring a peer
+each way."""
 
 import math
 from collections.abc import Sequence
@@ -60,7 +61,7 @@ class NixlMemory(PageMemory):
         return end
 
     def sort_in(self, pe: int, slot: int, num_bytes: int, regions: Regions) -> None:
-        """What a peer staged here, to its slots; it is there when this returns. TransportError for what no PE sends."""
+        """Copies what a peer staged here to its slots, before this returns. TransportError for what no PE sends."""
         if not 0 <= slot < SLOTS or not HEAD_BYTES <= num_bytes <= self.slot_bytes:
             raise TransportError(f"slot {slot} with {num_bytes} bytes; {SLOTS} slots of {self.slot_bytes} bytes exist")
         staged = self.inbox[pe, slot]
@@ -81,7 +82,7 @@ class NixlMemory(PageMemory):
 
     @property
     def kind(self) -> str:
-        """Of the pools, as NIXL calls it."""
+        """NIXL's name for the kind of the pools' memory."""
         return "DRAM" if self.device is None else "VRAM"
 
     @property
@@ -89,7 +90,7 @@ class NixlMemory(PageMemory):
         return 0 if self.device is None else self.device.index
 
     def slot_span(self, pe: int, slot: int, num_bytes: int) -> Spans:
-        """Of the outbox."""
+        """Returns a span of the outbox."""
         return Spans("DRAM", np.array([[self.outbox[pe, slot].data_ptr(), num_bytes, 0]], np.uint64))
 
 

@@ -1,4 +1,5 @@
-"""What this PE gives to one other, and how far that is: the step thread gives, the exchange's thread carries out."""
+"""The work that this PE gives to one other PE, and its progress. The step thread gives work, and the exchange's thread
+carries it out."""
 
 import struct
 import threading
@@ -115,7 +116,7 @@ class Peer:
             raise PeerGone(f"PE {self.pe}: {self.failure}")
 
     def end(self, reason: str) -> None:
-        """As fail(), once nothing is under way any more; fences are quiet then."""
+        """Fails the peer as fail() does, once nothing is under way any more. Fences are quiet then."""
         self.fail(reason)
         with self.lock:
             self.is_over = True
@@ -142,7 +143,7 @@ class NixlFence:
             return self.has_landed()
 
     def has_landed(self) -> bool:
-        """As is_quiet. The caller has the peer's lock."""
+        """Does what is_quiet() does, for a caller that has the peer's lock."""
         if self.peer.is_over or (self.peer.done >= self._given and self.peer.acknowledged >= self._notes):
             return True
         self.peer.check()

@@ -65,7 +65,8 @@ SILENT_SECONDS = 3.0  # a peer is not lost sooner: signs of life come once a sec
 
 
 class NixlTransport(Transport):
-    """Of the endpoint only host and silent_seconds count: UCX listens on the interface of that address.
+    """A transport over NIXL. Of the endpoint only host and silent_seconds count: UCX listens on the interface of that
+    address.
 
     join() returns before peers answer: one whose process has ended is found lost soon after.
     """
@@ -281,11 +282,11 @@ class NixlTransport(Transport):
             self._running.cut(link, "its offer was taken back")
 
     def _name(self, token: bytes) -> str:
-        """Of this PE's agents. Nobody guesses it."""
+        """Names this PE's agents. Nobody can guess the name."""
         return f"{self.config.island}-{self.epoch}-{self.pe}-{token.hex()}"
 
     def _handle(self, memory: NixlMemory, name: str, links: Mapping[int, Link]) -> bytes:
-        """For the peers of those links."""
+        """Makes the handle for the peers of those links."""
         detail: Detail = {
             "name": name,
             "metadata": ",".join(links[pe].metadata if pe in links else "" for pe in range(self.num_pes)),
@@ -356,12 +357,12 @@ class NixlTransport(Transport):
 
 
 def _make_agent(name: str) -> Any:
-    """Without NIXL's own thread, which never sleeps."""
+    """Makes an agent without NIXL's own thread, which never sleeps."""
     return nixl_agent(name, nixl_agent_config(enable_prog_thread=False))
 
 
 def _spans(plan: CopyPlan, source: int, target: int, page_bytes: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of each run of pages address and bytes, int64 [n, 2], none longer than WRITE_BYTES unless a page is."""
+    """Returns address and bytes of each run of pages, int64 [n, 2], none longer than WRITE_BYTES unless a page is."""
     most = max(1, WRITE_BYTES // page_bytes)
     counts = plan.num_pages.astype(np.int64)
     pieces = -(-counts // most)

@@ -1,4 +1,4 @@
-"""What handles of NVSHMEM's PEs say: their host, and PE 0's unique id."""
+"""The contents of NVSHMEM's handles: a PE's host, and PE 0's unique id."""
 
 from collections.abc import Sequence
 from typing import Any

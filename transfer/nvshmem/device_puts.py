@@ -80,7 +80,7 @@ class DevicePuts:
         self._run("quiet", 1, threads=1)
 
     def post_row(self, pe: int, row: int, signal: int, payload: int) -> None:
-        """Behind all puts the payload, behind it the signal."""
+        """Posts the payload after all puts, and then the signal."""
         words = {"row": row, "signal": signal, "payload": payload, "pe": pe}
         self._run("post_row", 1, threads=1, signals=self._mailbox, num_signals=self._mailbox.shape[1], **words)
 

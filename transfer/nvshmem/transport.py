@@ -320,7 +320,7 @@ class NvshmemTransport(Transport):
 
     @property
     def _shapes(self) -> list[list[tuple[int, ...]]]:
-        """Of the pools of each PE."""
+        """The shapes of the pools of each PE."""
         layouts = [self.config.of(pe).layout for pe in range(self.num_pes)]
         return [[(count, *one.page_shape(group)) for group, count in enumerate(self.num_pages)] for one in layouts]
 
@@ -372,12 +372,12 @@ class NvshmemTransport(Transport):
             push_slots(own, peer, *upload([source_slots, target_slots], self._device))
 
     def _follow(self, stages: Stages) -> None:
-        """What is queued on the transport's stream from now on comes after these."""
+        """Makes work queued on the transport's stream from now on wait for these events."""
         for _, event in stages:
             self._stream.wait_event(event)
 
     def _follow_current(self) -> None:
-        """What is queued on the transport's stream from now on comes after what is on the current stream."""
+        """Makes work queued on the transport's stream from now on wait for the current stream."""
         self._ready.record()
         self._stream.wait_event(self._ready)
 

@@ -132,7 +132,7 @@ class Listener:
             return self._closed or len(self._accepted) == len(self._expected) * (DATA_CONNECTIONS + 1)
 
     def _serve(self, connection: socket.socket) -> None:
-        """Of one connection, from its first byte to its end."""
+        """Serves one connection, from its first byte to its end."""
         try:
             hello, known = self._greet(connection)
             with known:
@@ -144,7 +144,8 @@ class Listener:
                 self._threads.discard(threading.current_thread())
 
     def _greet(self, connection: socket.socket) -> tuple[Hello, socket.socket]:
-        """Who it is, and the connection to be read, which is open. MembershipRefused or OSError: it is closed."""
+        """Returns the peer's hello, and the connection to be read, which is open. MembershipRefused or OSError: it is
+        closed."""
         deadline = time.monotonic() + HANDSHAKE_SECONDS
         known = connection
         try:
@@ -171,7 +172,7 @@ class Listener:
         return hello, known
 
     def _wrap(self, tls: ssl.SSLContext, connection: socket.socket) -> socket.socket:
-        """With TLS. Another object then has the connection's descriptor."""
+        """Wraps a connection in TLS. Another object then has the connection's descriptor."""
         known = tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
         try:
             with self._lock:
@@ -212,9 +213,9 @@ class Listener:
 
 
 def keepalive_seconds(silent_seconds: float) -> int:
-    """Between probes of an idle connection. Linux ends it where one was not answered and the next is due
-    TCP_USER_TIMEOUT behind the last sign of life, however short the link was down. So the next is due sooner: behind
-    a link that was down for less than half of that, there is an answer before."""
+    """Returns the seconds between probes of an idle connection. Linux ends it when a probe was not answered and the
+    next is due TCP_USER_TIMEOUT after the last sign of life, however short the link was down. With more frequent probes
+    an answer arrives first, if the link was down for less than half of silent_seconds."""
     return max(1, min(MOST_KEEPALIVE_SECONDS, int(silent_seconds / 4)))
 
 

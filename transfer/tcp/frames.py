@@ -1,6 +1,6 @@
-"""What connections carry: headers, lists of places, and the bytes that go there. Numbers are little-endian.
+"""The frames that connections carry: headers, lists of places, and the bytes that go there. Numbers are little-endian.
 
-    data connection     header   kind, group, layer, count
+data connection     header   kind, group, layer, count
                         places   pages: count × (page, how many)   slots, tokens: count × slot
                         bytes    of whole pages; of slots in all layers; of tokens' K, then V, in one layer
     signal connection   kind, row, signal, payload, counts of frames on each data connection, count of posts
@@ -141,7 +141,7 @@ def read_signal(data: bytes, num_signals: int) -> SignalFrame:
 
 
 def entry_bytes(layout: KVLayout, kind: Kind, group: int, region: Region | None = None) -> int:
-    """Of a slot in all layers, or of a token in one; of what a region has of them."""
+    """Returns the bytes of a slot in all layers, or of a token in one layer; with a region, only of its part."""
     of = layout.groups[group]
     layers, heads = len(of.layers), of.num_kv_heads
     one = layout.entry_bytes(group) // (layers * heads)

@@ -1,4 +1,4 @@
-"""What this PE and one other have sent each other, and whether the connections between them stand."""
+"""The messages between this PE and one other, and the state of their connections."""
 
 import socket
 import threading
@@ -34,7 +34,7 @@ class Peer:
         self._receivers = 0
 
     def adopt(self, connection: socket.socket) -> None:
-        """From now on fail() ends this connection. PeerGone after a loss."""
+        """Makes fail() end this connection, too, from now on. PeerGone after a loss."""
         with self.lock:
             self.check()
             self._sockets.append(connection)
@@ -68,7 +68,7 @@ class Peer:
                 waiting.notify_all()
 
     def end(self, reason: str, seconds: float) -> None:
-        """As fail(); then nothing of the peer lands any more. TransportTimeout."""
+        """Fails the peer as fail() does. When this returns, none of its writes lands any more. TransportTimeout."""
         self.fail(reason)
         with self.lock:
             if not self.progress.wait_for(lambda: not self._receivers, seconds):

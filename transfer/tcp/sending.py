@@ -69,7 +69,8 @@ class Sender:
             peer.signals_due.notify()
 
     def join(self) -> None:
-        """After the peer was lost: its threads have ended, and read no page any more. TransportTimeout."""
+        """Waits for the sending threads after the peer was lost. When this returns, they read no page any more.
+        TransportTimeout."""
         for thread in self.threads:
             thread.join(END_SECONDS)
             if thread.is_alive():

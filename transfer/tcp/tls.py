@@ -8,7 +8,7 @@ from tandem.transfer.endpoint import PAGES_NAME, Endpoint
 
 
 def context(endpoint: Endpoint, *, server: bool) -> ssl.SSLContext | None:
-    """For one side of connections; None without certificates."""
+    """Makes the TLS context for one side of connections; None without certificates."""
     if not endpoint.authority:
         return None
     made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)

@@ -61,7 +61,7 @@ def push_heads(source: Tensor, target: Tensor, source_pages: Tensor, target_page
 
 
 def post_row(mailbox: Tensor, row: int, signal: int, payload: Tensor) -> None:
-    """Into a mapped mailbox (int64 [2, num_signals]) the payload (int64 []), then the signal.
+    """Posts the payload (int64 []) into a mapped mailbox (int64 [2, num_signals]), then the signal.
 
     A later reader of the signal also sees the payload, and all that this stream wrote before.
     """

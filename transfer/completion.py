@@ -64,8 +64,7 @@ def is_newer(generation: int, other: int) -> bool:
 
 
 class SignalBoard:
-    """Tells which mailbox rows of a receiver are in use, and counts the uses of each. Owned by its step thread. Owned
-    by its step thread.
+    """Tells which mailbox rows of a receiver are in use, and counts the uses of each. Owned by its step thread.
 
     Release a row only when its writer is quiet, as with pages: a late post would overwrite the row of its next user.
     """

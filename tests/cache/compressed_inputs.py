@@ -1,4 +1,4 @@
-"""What a layer with compressed KV is given, made of its q and k, and what must come of it: loops in float64."""
+"""Inputs of a layer with compressed KV, made of its q and k, and its expected outputs by loops in float64."""
 
 from dataclasses import dataclass
 from functools import cache

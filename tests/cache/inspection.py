@@ -1,4 +1,5 @@
-"""What a paged cache holds, beside what its caller knows: contents position by position, and who has which page."""
+"""Checks what a paged cache holds, which its caller cannot see: contents position by position, and the users of each
+page."""
 
 import numpy as np
 import torch
@@ -77,7 +78,7 @@ def check_kv(
 
 
 def check_beside(side: Side, oracle: Oracle, sequence: int, ids: list[int], end: int) -> None:
-    """What layers keep beside is there bit for bit, in every group as far back as that keeps it."""
+    """Checks that entries of groups beside others are there bit for bit, as far back as each group keeps them."""
     layout, row = side.cache.layout, side.cache._table.row(sequence)
     for (group, layer), entries in oracle.beside.items():
         paging, table = layout.paging[group], side.cache._table.groups[group]

@@ -1,4 +1,4 @@
-"""What a caller of two paged caches knows of them, and what follows for what they accept."""
+"""The state of two paged caches that their caller knows, and the calls that they take in it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -96,14 +96,15 @@ class Known:
         return moved and any(self.stream.sink <= position < self.stream.rotated for position in grown.kept)
 
     def texts(self, added: list[int]) -> list[list[int]]:
-        """What each of `added`, appended already, attends to, itself last, at the positions 0, 1, …"""
+        """Returns the tokens that each of `added`, already appended, attends to, itself last, at the positions 0, 1,
+        …"""
         if self.nodes:
             return [self.ids + self.path(node) for node in range(len(self.nodes) - len(added), len(self.nodes))]
         ids = self.ids if self.stream is None else [self.ids[position] for position in self.kept]
         return [ids[: len(ids) - len(added) + index + 1] for index in range(len(added))]
 
     def positions(self, added: list[int]) -> list[list[int]]:
-        """Of each of texts() where its tokens stand in the sequence's own text, by which spans go."""
+        """Returns for each of texts() the positions of its tokens in the sequence's own text, by which spans go."""
         if self.stream is None:
             return [list(range(len(text))) for text in self.texts(added)]
         return [self.kept[: len(self.kept) - len(added) + index + 1] for index in range(len(added))]
@@ -144,7 +145,7 @@ class Side:
         return [of for of, known in self.known.items() if of not in self.incoming and (trees or not known.nodes)]
 
     def growing(self, *, trees: bool = False) -> list[int]:
-        """Of those, the ones that may become longer."""
+        """Returns the resting sequences that may become longer."""
         return [of for of in self.resting(trees=trees) if self.known[of].length < self.known[of].longest]
 
     def remove(self, sequence: int) -> None:
@@ -187,7 +188,7 @@ class Side:
         return max((max(end - there, 0) + 1) * together for end, there, together in each)  # one to copy
 
     def most_pages(self, sequence: int) -> int:
-        """Of one group, that a sequence holds; large ones count as several."""
+        """Returns the most pages that a sequence holds of one group; large pages count as several."""
         row = self.cache._table.row(sequence)
         held = [int(group.ends[row] - group.begins[row]) for group in self.cache._table.groups]
         return max(map(mul, held, self.cache.layout.pages_together))
@@ -248,7 +249,7 @@ class Side:
 
 
 def check_tables(cache: TvmCache, plan: Forward) -> None:
-    """What was just planned is what it would be without a forward before it, and writes to no shared page."""
+    """Checks that the plan is what it would be without a forward before it, and that it writes to no shared page."""
     table, size = cache._table, cache.layout.page_size
     rows = np.array([table.row(sequence) for sequence in plan.seq_ids])
     appends = np.diff(plan.tokens.qo_indptr).astype(np.int64)
@@ -274,7 +275,7 @@ def check_tables(cache: TvmCache, plan: Forward) -> None:
 
 
 def check_entries(group: GroupTable, rows: np.ndarray, tokens: TokenLayout, planned: GroupPlan) -> None:
-    """What a group with an entry for several positions was planned, entry by entry."""
+    """Checks entry by entry the plan of a group with an entry for several positions."""
     size, every, slots, owners, entries, pages, indptr = group.page_size, group.every, [], [], [], [], [0]
     befores = tokens.seq_lens - np.diff(tokens.qo_indptr)
     for owner, (row, before, after) in enumerate(zip(rows, befores, tokens.seq_lens, strict=True)):

@@ -65,7 +65,8 @@ def up_projections(rank: int, dtype: torch.dtype = torch.float32) -> UpProjectio
 
 
 def choice_of(layout: KVLayout, layer: int, q: Tensor, entries: Tensor) -> Index | None:
-    """What a layer with index keys chooses by: fixed maps of its tokens' q and of their entries. None without."""
+    """Returns the choice of a layer with index keys: fixed maps of its tokens' q and of their entries. None without
+    index keys."""
     if layer not in index_keys(layout):
         return None
     keys = layout.groups[index_keys(layout)[layer][0]]
@@ -157,8 +158,8 @@ def cache_of(
 
 @dataclass
 class Inputs:
-    """Per layer q, k and v of some tokens, not rotated; k is the entry and v the latents where those are kept. Those of
-    a reader mean nothing."""
+    """The q, k and v of some tokens in each layer, not rotated. Where latents are kept, k is the entry and v the
+    latents. Those of a reader mean nothing."""
 
     layers: list[tuple[Tensor, Tensor, Tensor]]
 
@@ -184,7 +185,7 @@ def draw_inputs(layout: KVLayout, num_tokens: int, seed: int) -> Inputs:
 
 
 def groups_by_layer(layout: KVLayout) -> dict[int, LayerGroup]:
-    """Of a reader that of the layer that it reads."""
+    """Returns the group of each layer. A reader has the group of the layer that it reads."""
     attended = (group for group in layout.groups if group.kind.attended)
     stored = {layer: group for group in attended for layer in group.layers}
     return stored | {layer: stored[of] for layer, of in layout.readers}
@@ -311,7 +312,7 @@ class NaiveCache:
         )
 
     def _stored(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """What is left of k and v [n, heads, dim] in the layout's entries."""
+        """Returns what the layout's entries keep of k and v [n, heads, dim]."""
         scales, rank = self.layout.scales, self._ranks[layer]
         if scales is None:
             return k, v

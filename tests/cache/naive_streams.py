@@ -34,9 +34,9 @@ class NaiveStream:
     kept: list[int] = field(default_factory=list)
     evict_after: bool = False
     rotated: int = 0
-    """Of positions before it the cache stores K rotated."""
+    """The cache stores K rotated of positions before this one."""
     spans: Mapping[int, Span] = field(default_factory=dict)
-    """Of layers that do not see all that is kept: they go by the positions of the text."""
+    """The spans of layers that do not see all that is kept: they go by the positions of the text."""
 
     @classmethod
     def of(cls, layout: KVLayout, window: int, sink: int, *, evict_after: bool = False) -> "NaiveStream":
@@ -45,7 +45,7 @@ class NaiveStream:
         return cls(window, sink, list(empty), list(empty), evict_after=evict_after, spans=spans)
 
     def fork(self, length: int, window: int, sink: int, *, rotated: int) -> "NaiveStream":
-        """Of the first positions, which are there."""
+        """Makes a stream of the first positions, which are there."""
         keys, values = ([x[:length] for x in of] for of in (self.keys, self.values))
         return NaiveStream(window, sink, keys, values, length, self.kept[:length], rotated=rotated, spans=self.spans)
 
@@ -83,7 +83,7 @@ def heads_of(layout: KVLayout) -> dict[int, int]:
 
 
 def check_contents(cache: TvmCache, sequence: int, naive: NaiveStream) -> None:
-    """What is kept, bit for bit; what is not is refused."""
+    """Compares what is kept bit for bit. What is not kept is refused."""
     assert cache.num_tokens(sequence) == naive.length
     recent = [position for position in naive.kept if position >= naive.sink]
     begin = recent[0] if recent else naive.length

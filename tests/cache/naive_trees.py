@@ -14,7 +14,7 @@ BASE = -1  # the parent of roots
 
 
 def draw_parents(random: Random, nodes: int, count: int) -> list[int]:
-    """Of `count` more nodes of a tree that has `nodes`: chains, bushes and several roots."""
+    """Draws the parents of `count` more nodes of a tree that has `nodes`: chains, bushes and several roots."""
     width = random.choice([1, 2, 5, nodes + count])
     return [random.randint(max(BASE, node - width), node - 1) for node in range(nodes, nodes + count)]
 
@@ -67,7 +67,7 @@ def key(sequence: int, node: int) -> int:
 
 
 def check_kv(cache: TvmCache, naive: NaiveCache, sequence: int) -> None:
-    """Of a sequence without an open tree."""
+    """Compares the KV of a sequence without an open tree."""
     length, begin = naive.sequences[sequence].length, cache.first_position(sequence)
     assert cache.num_tokens(sequence) == length
     for layer, (k, v) in enumerate(cache.gather_kv(sequence, begin, length)):

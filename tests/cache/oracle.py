@@ -1,4 +1,4 @@
-"""What a cache must compute, from what it knows of each token alone: an id, of which q, k and v follow."""
+"""Computes what a cache must compute from one id for each token, from which its q, k and v follow."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ Ids = Sequence[int]
 
 @dataclass(frozen=True)
 class Setting:
-    """What a program's caches are made of. positions: of a pool. streams: the share of sequences that slide."""
+    """The parts of a program's caches. positions: of a pool. streams: the share of sequences that slide."""
 
     layout: KVLayout
     rope: RopeParameters
@@ -42,7 +42,7 @@ class Setting:
 
     @property
     def ropes(self) -> list[RopeParameters]:
-        """That of each group: of the shared part of K where it has latents."""
+        """The RoPE of each group: of the shared part of K where it has latents."""
         groups = self.layout.groups
         widths = [group.kind.rotated or group.head_dim for group in groups]
         return [
@@ -66,7 +66,7 @@ def cache_of(setting: Setting, pools: tuple[Tensor, ...], writer: PageWriter, ma
 
 
 class Oracle:
-    """Per layer, q, k and v of every token, float32 values in float64, and k rotated for every position.
+    """For each layer q, k and v of every token, float32 values in float64, and k rotated for every position.
 
     Where latents are kept, k is the entry and v the latent.
     """
@@ -123,7 +123,7 @@ class Oracle:
         }
 
     def inputs(self, ids: Ids) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Per layer q, k and v of a forward's tokens."""
+        """Returns for each layer q, k and v of a forward's tokens."""
         index = np.array(ids)
         return [
             tuple(torch.from_numpy(x[layer][index].astype(np.float32)) for x in (self.q, self.k, self.v))
@@ -131,8 +131,8 @@ class Oracle:
         ]  # type: ignore[misc]  # a tuple of three
 
     def outputs(self, texts: Sequence[Ids], seen: Sequence[Ids], *, swapped: bool = False) -> list[NDArray[np.float64]]:
-        """Per layer o [n, num_q_heads, head_dim] of the last token of each text, that stands at positions 0, 1, …
-        seen: of each text by which positions spans go. swapped: see hide_others."""
+        """Returns for each layer o [n, num_q_heads, head_dim] of the last token of each text, whose tokens stand at
+        positions 0, 1, … swapped: see hide_others."""
         lengths = np.array([len(text) for text in texts])
         longest = int(lengths.max())
         ids = np.zeros((len(texts), longest), np.int64)
@@ -176,8 +176,8 @@ class Oracle:
 
 @dataclass(frozen=True)
 class EntryOracle:
-    """What a layer keeps beside its K and V, which a cache is given: k and v of an entry follow from the id of
-    the token that completes it. numbers: float64 [tokens, planes, heads, dim]."""
+    """Entries that a layer keeps beside its K and V, and that a cache is given. k and v of an entry follow from the id
+    of the token that completes it. numbers: float64 [tokens, planes, heads, dim]."""
 
     numbers: NDArray[np.float64]
     every: int
@@ -189,7 +189,7 @@ class EntryOracle:
         return cls(generator.standard_normal(shape), group.keeps.every, group.kind.dtype or torch.float32)
 
     def entries(self, ids: Ids, which: Sequence[int]) -> list[Tensor]:
-        """Of each plane [n, heads, dim]: those entries of a sequence with these ids."""
+        """Returns for each plane [n, heads, dim] those entries of a sequence with these ids."""
         tokens = np.array([ids[(at + 1) * self.every - 1] for at in which], np.int64)
         return list(torch.from_numpy(self.numbers[tokens]).to(self.dtype).unbind(1))
 
@@ -234,7 +234,7 @@ class IndexOracle:
 
 
 def _rounded(x: NDArray[np.float64], quantized: int | None) -> NDArray[np.float64]:
-    """What rows in 8 bits leave of x. K that is rotated is not taken: float32 and float64 may round it otherwise."""
+    """Returns what rows in 8 bits leave of x. Rotated K is not given: float32 and float64 may round it differently."""
     assert quantized is not None, "the layout keeps K and V"
     return round_rows(torch.from_numpy(x), quantized).numpy()
 

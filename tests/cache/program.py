@@ -77,7 +77,7 @@ class Program:
             self.end()
 
     def count(self, what: str) -> None:
-        """That something came about; tests look at the counts, for a program that never does it shows nothing."""
+        """Counts an event. Tests look at the counts, because a program without an event shows nothing about it."""
         self.counts[what] = self.counts.get(what, 0) + 1
 
     def new_sequence(self) -> int:
@@ -320,7 +320,7 @@ class Program:
         self.land(pe, batch)
 
     def store(self, side: Side, batch: list[int], added: list[list[int]], plan: Forward) -> None:
-        """What layers keep beside, of the entries that a forward completes. Nodes stand behind what is stored."""
+        """Stores the entries that a forward completes in groups beside others. Nodes stand after what is stored."""
         ids = [side.known[of].ids + side.known[of].nodes + new for of, new in zip(batch, added, strict=True)]
         for (group, layer), oracle in self.oracle.beside.items():
             new = side.cache.new_entries(plan, group)
@@ -333,7 +333,7 @@ class Program:
                 self.count("entries completed")
 
     def draw_parents(self, side: Side, sequence: int, count: int) -> list[int] | None:
-        """Those of `count` more nodes where the sequence has a tree or is to open one."""
+        """Draws the parents of `count` more nodes where the sequence has a tree or is to open one."""
         known = side.known[sequence]
         nodes = len(known.nodes)
         able = known.stream is None and side.cache.sends_done(sequence)
@@ -370,7 +370,7 @@ class Program:
             self.count("commits" if leaf >= 0 else "rejections")
 
     def misuse(self, pe: int) -> None:
-        """What an open tree does not allow."""
+        """Makes calls that an open tree does not allow."""
         side = self.sides[pe]
         sequence = self.pick([of for of in side.known if side.known[of].nodes])
         if sequence is None:

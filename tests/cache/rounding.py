@@ -1,4 +1,4 @@
-"""What is left of numbers that are stored in 8 bits, by the definition of e4m3."""
+"""Rounds numbers as storage in 8 bits does, by the definition of e4m3."""
 
 import torch
 from torch import Tensor

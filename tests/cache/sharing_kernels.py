@@ -13,7 +13,7 @@ ALL = SharingRule(1, 1)
 
 
 def sharing_all(factory: KernelFactory, rule: SharingRule = ALL) -> KernelFactory:
-    """What `factory` makes, with another rule where it shares at all."""
+    """Makes what `factory` makes, with another rule where it shares at all."""
 
     def make(pool: Tensor, scoring: Scoring, fp8: Fp8Entries | None = None) -> KVBackend:
         backend = factory(pool, scoring, fp8)

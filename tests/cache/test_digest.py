@@ -135,7 +135,7 @@ def test_with_windows_it_is_of_what_a_later_query_sees() -> None:
 @pytest.mark.parametrize("shape", [DELTA, SSD], ids=["delta", "ssd"])
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_of_a_model_with_states_get_the_digest_of_one(shape: StateShape, size: int) -> None:
-    """What several ranks hold counts once, and each rank's part counts."""
+    """Numbers that several ranks hold count once, and each rank's part counts."""
     generator = torch.Generator().manual_seed(4)
     layout = layout_of_states(shape, WHOLE, PAGE)
     whole = [torch.randn(8, *layout.page_shape(group), generator=generator) for group in range(2)]

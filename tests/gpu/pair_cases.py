@@ -122,7 +122,7 @@ def _check_arrived(pair: Pair, prompt: Sequence[int], slots: np.ndarray) -> None
 
 
 def tokens_after(pair: Pair, request_id: str) -> list[int]:
-    """What the decode worker makes of PROMPT, after the first token."""
+    """Returns the decode worker's tokens for PROMPT, after the first token."""
     reservation = pair.prepare(request_id, PROMPT)
     pair.send(request_id, PROMPT, reservation)
     tokens = pair.start(request_id, reservation)

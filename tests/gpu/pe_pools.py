@@ -1,4 +1,4 @@
-"""What stands in the pools and mailboxes of PeProcesses, and what should. Contents: a pool's bits for each group."""
+"""Fills and checks the pools and mailboxes of PeProcesses. Contents: a pool's bits for each group."""
 
 import time
 

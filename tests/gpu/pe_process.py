@@ -39,7 +39,7 @@ ANSWER_SECONDS = 300.0  # a worker's first kernels are compiled
 
 
 class Pe:
-    """What a process does on request: every public method, by name. Tensors travel as arrays of bytes."""
+    """Calls that a process makes on request: every public method, by name. Tensors travel as arrays of bytes."""
 
     def __init__(self, pe: int) -> None:
         self.device = torch.device("cuda", gpu_of(pe))
@@ -183,14 +183,14 @@ def gpu_of(pe: int) -> int:
 
 
 def gpus_for(num_pes: int) -> list[str]:
-    """What CUDA_VISIBLE_DEVICES calls as many GPUs of this process as can have equally many PEs."""
+    """Returns the names, in CUDA_VISIBLE_DEVICES, of as many GPUs of this process as can have equally many PEs."""
     there = max(1, torch.cuda.device_count())
     used = next(count for count in range(min(there, num_pes), 0, -1) if num_pes % count == 0)
     return [name_of_gpu(index) for index in range(used)]
 
 
 def name_of_gpu(index: int) -> str:
-    """What CUDA_VISIBLE_DEVICES calls the index-th GPU that this process may use."""
+    """Returns the name, in CUDA_VISIBLE_DEVICES, of the index-th GPU that this process may use."""
     names = os.environ.get("CUDA_VISIBLE_DEVICES")
     return names.split(",")[index] if names else str(index)
 

@@ -20,7 +20,7 @@ NUM_LAYERS = 2
 MAX_LENGTH = 1024
 
 Inputs = list[tuple[Tensor, Tensor, Tensor]]
-"""Per layer q, k and v, views of one projection's rows."""
+"""For each layer q, k and v, views of one projection's rows."""
 
 
 @dataclass(frozen=True)

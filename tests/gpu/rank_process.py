@@ -64,17 +64,17 @@ class RankPe:
         device_ranks.STREAM_BLOCKS = stream_blocks
 
     def sums(self, shapes: Sequence[Shape], dtype: torch.dtype) -> list[np.ndarray]:
-        """Of parts of these shapes."""
+        """Returns the sums of parts of these shapes."""
         parts = [part(self.pe, seed, shape, dtype).cuda() for seed, shape in enumerate(shapes)]
         return [bits(one) for one in [self.ranks.sum(one) for one in parts]]
 
     def gathered(self, shapes: Sequence[Shape], dtype: torch.dtype) -> list[np.ndarray]:
-        """Of rows and columns in all, each rank's being of random numbers."""
+        """Gathers parts of these shapes from all ranks, each of which has random numbers."""
         parts = [columns_of(self.pe, self._size, seed, shape, dtype).cuda() for seed, shape in enumerate(shapes)]
         return [bits(self.ranks.gather(one, shape[1])) for one, shape in zip(parts, shapes, strict=True)]
 
     def replays(self, shape: Shape, dtype: torch.dtype, count: int) -> list[np.ndarray]:
-        """Of one CUDA graph, which sums and then gathers, with other numbers each time."""
+        """Replays one CUDA graph, which sums and then gathers, with other numbers each time."""
         x = torch.zeros(shape, dtype=dtype, device="cuda")
         columns = Shard(self.pe, self._size).some("columns", shape[1])
 
@@ -95,7 +95,7 @@ class RankPe:
         return found
 
     def sum_in_vain(self) -> tuple[str, str, str, float]:
-        """What the device reports, what the words say, what the next sum raises, and seconds."""
+        """Returns the device's report, the text of the words, the next sum's error, and seconds."""
         begin = time.monotonic()
         try:
             self.ranks.sum(torch.ones(4, 4, device="cuda"))
@@ -188,7 +188,7 @@ def columns_of(rank: int, size: int, seed: int, shape: Shape, dtype: torch.dtype
 
 
 def sum_of(size: int, seed: int, shape: Shape, dtype: torch.dtype) -> Tensor:
-    """In float32 in the order of ranks."""
+    """Sums in float32 in the order of ranks."""
     total = part(0, seed, shape, dtype).float()
     for rank in range(1, size):
         total = total + part(rank, seed, shape, dtype).float()

@@ -74,7 +74,7 @@ def test_attention(shape: Shape) -> None:
 
 @pytest.mark.parametrize("name", ["bf16-128", "bf16-64-mqa", "fp8-128"])
 def test_long_prompts(name: str) -> None:
-    """As many tokens as make the kernels gather K and V first: fresh, behind others, and beside single tokens."""
+    """So many tokens make the kernels gather K and V first: fresh, after others, and beside single tokens."""
     shape = SHAPES[name]
     cache, reference = shape.cache(shape.pool(400)), Reference(shape)
     for sequence in range(4):
@@ -207,7 +207,8 @@ def test_reading_what_a_layer_has_stored(scales: KVScales | None) -> None:
 def read_everything(
     cache: TvmCache, appends: dict[int, int], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> list[torch.Tensor]:
-    """What the reader of layer 0 gives in one forward, whole and in parts, and the merged parts of both layers."""
+    """Returns the outputs of the reader of layer 0 in one forward, whole and in parts, and the merged parts of both
+    layers."""
     plan = cache.begin_forward(list(appends), list(appends.values()))
     for layer in range(2):
         cache.attention(plan, layer, q, k + layer, v - layer)

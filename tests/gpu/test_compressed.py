@@ -26,7 +26,7 @@ FLOAT32 = 1e-4  # relative and absolute
 
 
 def steps(model: CachedModel, tokens: list[int], count: int) -> list[list[int]]:
-    """So many greedy tokens of each sequence, each row's from the step before."""
+    """Returns so many greedy tokens of each sequence, each row's from the step before."""
     rows, sampling = list(range(len(tokens))), SampleBatch.from_params([SamplingParams(temperature=0)] * len(tokens))
     found = [tokens]
     for _ in range(count):

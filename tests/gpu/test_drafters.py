@@ -85,7 +85,7 @@ KINDS: dict[str, Callable[[Path], SpeculationSettings]] = {
 
 
 class Made(NamedTuple):
-    """By step and sequence: what was drafted, and the target's token at each drafted position and behind."""
+    """By step and sequence the drafts, and the target's token at each drafted position and after them."""
 
     drafts: Drafted
     tokens: Drafted
@@ -154,7 +154,7 @@ class Drafting:
         return made
 
     def _launch(self, step: int, drafts: list[Int64Array] | None) -> tuple[list[Int64Array], PendingSamples]:
-        """What is drafted, and a verify step of `drafts`; None: of what is drafted."""
+        """Launches drafting, and a verify step of `drafts`; None: of the drafts just made."""
         counts = np.array(LENGTHS[step % len(LENGTHS)])
         positions = np.array([self.cache.num_tokens(sequence) + 1 for sequence in PROMPTS])
         last = np.array([self.last[sequence] for sequence in PROMPTS])
@@ -177,7 +177,7 @@ class Drafting:
         return drafting, self.runner.verify(list(PROMPTS), tokens, SAMPLING, positions, follows=True)
 
     def _take(self, drafts: list[Int64Array], followed: list[Int64Array]) -> None:
-        """What held, of a step whose drafts were followed by these tokens."""
+        """Takes the accepted drafts of a step, given the tokens that followed them."""
         surplus = {}
         for sequence, draft, its in zip(PROMPTS, drafts, followed, strict=True):
             held = int(np.cumprod(draft == its[:-1]).sum())
@@ -187,7 +187,7 @@ class Drafting:
 
 
 def tokens_of(pending: PendingSamples, drafts: list[Int64Array]) -> list[Int64Array]:
-    """Of each sequence, of a verify step."""
+    """Splits the tokens of a verify step by sequence."""
     return np.split(pending.wait().token_ids, np.cumsum([one.size + 1 for one in drafts])[:-1])
 
 

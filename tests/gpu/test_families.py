@@ -142,7 +142,7 @@ def test_logprobs_of_verified_drafts_in_bfloat16(family: str, processes: list[Pe
 
 
 def check_logprobs(folder: Path, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[GenerateUpdate]]) -> None:
-    """Those of bfloat16 are as near to those of float32 as transformers' are."""
+    """Checks that the log-probabilities in bfloat16 are as near to float32 as those of transformers."""
     exact, theirs = (logprobs_of(folder, dtype, prompts, answers) for dtype in (torch.float32, torch.bfloat16))
     ours = np.array([logprob for updates in answers for _, _, logprob in entries_of(updates)])
     assert np.median(np.abs(ours - exact)) < ERROR_RATIO * np.median(np.abs(theirs - exact))
@@ -170,7 +170,7 @@ def entries_of(updates: Sequence[GenerateUpdate]) -> Iterator[tuple[int, int, fl
 def logprobs_of(
     folder: Path, dtype: torch.dtype, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[GenerateUpdate]]
 ) -> np.ndarray:
-    """What transformers gives for all entries of the answers, in their order."""
+    """Returns transformers' log-probabilities for all entries of the answers, in their order."""
     model = load_oracle(folder, dtype, "cuda")
     found: list[float] = []
     for prompt, updates in zip(prompts, answers, strict=True):

@@ -26,7 +26,7 @@ class OnGpu:
         self._size = size
 
     def imported(self) -> list[str]:
-        """What was there before the fork."""
+        """Returns the modules that were imported before the fork."""
         return [module for module in ("torch", "triton", "flashinfer", "nvshmem") if module in sys.modules]
 
     def count(self) -> float:

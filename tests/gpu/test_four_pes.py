@@ -49,7 +49,7 @@ def island(request: pytest.FixtureRequest, processes: list[PeProcess]) -> Iterat
 
 
 def token_slots_of(pe: int) -> Int32Array:
-    """Where these go, in the other pages that PE pe writes."""
+    """Returns the slots of these tokens, in the other pages that PE pe writes."""
     return (pe * SHARE + 2) * PAGE_SIZE + np.array([5, 0, 2], np.int32)
 
 
@@ -59,7 +59,8 @@ def pages_of(pe: int) -> Int32Array:
 
 
 def sources_of(pe: int) -> Int32Array:
-    """From where in its own pools: a page, then a run that begins elsewhere in its page than where it goes."""
+    """Returns the source slots in a PE's own pools: a page, then a run that begins elsewhere in its page than its
+    target."""
     slots = pages_of(pe)
     return np.concatenate([slots[:PAGE_SIZE], slots[PAGE_SIZE:] + 1])
 
@@ -70,7 +71,7 @@ def to_each(island: list[PeProcess], offset: int) -> list[tuple[PeProcess, int]]
 
 
 def push_pages(island: list[PeProcess], expected: list[Contents]) -> None:
-    """From each PE to all others; expected is what stands there then, if nothing else is written."""
+    """Pushes pages from each PE to all others. expected: the contents then, if nothing else is written."""
     for offset in range(1, NUM_PES):
         for group in range(2):
             for process, target in to_each(island, offset):

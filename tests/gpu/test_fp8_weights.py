@@ -35,7 +35,7 @@ WIDE = {
 
 
 def as_subnormals(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """By rows, to numbers up to 0.05. Most of them are below 2 ** -6, the least normal one."""
+    """Quantizes by rows, to numbers up to 0.05. Most are below 2 ** -6, the least normal number."""
     scales = (weight.abs().amax(1, keepdim=True) * 20).bfloat16()
     numbers = (weight / scales.float()).to(torch.float8_e4m3fn)
     return {name: numbers, f"{name}_scale": scales, "meant": numbers.float() * scales.float()}
@@ -93,9 +93,9 @@ def test_products_with_experts(grouped: bool, tokens: int) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_logits_are_those_of_the_dequantized_model(family: str, scheme: str, tmp_path: Path) -> None:
-    """Of a prompt and of steps, in 16 bits, beside float32, which dequantizes weights for each product.
+    """Compares a prompt and steps, in 16 bits, with float32, which dequantizes weights for each product.
 
-    Each token takes all experts: of few, a rounding would choose others.
+    Each token takes all experts: with few experts, a rounding would choose others.
     """
     experts = {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 4}
     make_model(family, **SIZES, **(experts if family == "qwen3_moe" else {})).save_pretrained(tmp_path)
@@ -113,8 +113,8 @@ def test_logits_are_those_of_the_dequantized_model(family: str, scheme: str, tmp
 def test_steps_of_few_rows_are_one_launch(
     family: str, dtype: str, scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a model in which every multiprocessor has a share of each product, beside float32. `down` of eight rows is
-    gathered in two pieces."""
+    """Every multiprocessor has a share of each product of the model, which is compared with float32. `down` of eight
+    rows is gathered in two pieces."""
     make_model(family, **WIDE).save_pretrained(tmp_path)
     quantize_folder(tmp_path, *SCHEMES_OF_STEPS[scheme])
     launches: list[MegakernelLaunch] = []

@@ -1,4 +1,4 @@
-"""What CUDA graphs of one capture have in common: the memory of their results."""
+"""Checks the memory of results, which the CUDA graphs of one capture share."""
 
 import pytest
 import torch

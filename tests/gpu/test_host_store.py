@@ -40,7 +40,7 @@ def keep_busy() -> None:
 
 @pytest.mark.parametrize("verify", [False, True])
 def test_pages_may_be_overwritten_at_once(verify: bool) -> None:
-    """Behind put() and in front of fetch(), while the device is busy with what came before."""
+    """The pages are overwritten after put() and before fetch(), while the device is busy with earlier work."""
     pool = torch.randn(64, 1 << 18, device="cuda")
     content = pool[:32].clone()
     store = HostStore([pool], [32], layers=[range(8)], verify=verify)
@@ -100,7 +100,8 @@ def test_copies_run_beside_a_forward() -> None:
 
 
 def test_a_peer_may_write_after_the_mark() -> None:
-    """Into a page that was fetched and evicted while the device was busy: the copy does not come behind the write."""
+    """The peer writes into a page that was fetched and evicted while the device was busy. The copy does not come after
+    the write."""
     pool = torch.randn(4, 1 << 18, device="cuda")
     store = HostStore([pool], [4])
     store.put(named(0))

@@ -83,7 +83,7 @@ def up() -> UpProjections:
 
 @torch.inference_mode()
 def attend(attention: Attention, inputs: Inputs) -> list[Tensor]:
-    """Of each layer; what is given is left as it is."""
+    """Returns the output of each layer. The inputs stay as they are."""
     copies = [
         (q.clone(), latents.clone(), keys.clone(), up(), None if choice is None else Index(*map(Tensor.clone, choice)))
         for q, latents, keys, choice in inputs

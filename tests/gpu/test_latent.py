@@ -44,7 +44,7 @@ PROGRAM = [
 ]
 
 Inputs = list[tuple[Tensor, Tensor, Tensor]]
-"""Per layer q, latents and keys."""
+"""For each layer q, latents and keys."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ def test_tokens_equal_transformers_in_float32(family: str, processes: list[PePro
 
 
 def test_logprobs_in_bfloat16(processes: list[PeProcess], tmp_path: Path) -> None:
-    """As near to float32's as transformers' are; steps are CUDA graphs."""
+    """They are as near to float32's as those of transformers; steps are CUDA graphs."""
     make_model("llama", **sizes_on_gpu("llama")).save_pretrained(tmp_path)
     with running_workers(processes, tmp_path, "bfloat16", settings=SETTINGS) as address:
         answers = complete_all_updates(address, PROMPTS, max_tokens=OUTPUT, logprobs=5, **GREEDY)

@@ -69,7 +69,7 @@ def test_tokens_equal_transformers_in_float32(case: str, processes: list[PeProce
 
 @NEEDS_NIXL
 def test_logprobs_in_bfloat16(processes: list[PeProcess], tmp_path: Path) -> None:
-    """As near to float32's as transformers' are; steps are CUDA graphs."""
+    """They are as near to float32's as those of transformers; steps are CUDA graphs."""
     make_model("llama", **sizes_on_gpu("llama")).save_pretrained(tmp_path)
     settings = shape_of(2, 2) | {"island.transport": "nixl"}
     with running_workers(processes, tmp_path, "bfloat16", settings=settings) as address:

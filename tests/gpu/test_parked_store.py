@@ -27,7 +27,8 @@ SHAPE = Shape(torch.bfloat16, q_heads=32, kv_heads=8, head_dim=128, page_size=16
 
 
 def test_pages_may_be_overwritten_at_once() -> None:
-    """Behind put(), and the slots behind fetch(), while the device is busy with what came before."""
+    """The pages are overwritten after put(), and the slots after fetch(), while the device is busy with earlier
+    work."""
     pool = torch.randn(64, 1 << 18, device="cuda")
     content = pool[:32].clone()
     store = ParkedStore([pool], [32])

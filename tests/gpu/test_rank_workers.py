@@ -66,7 +66,7 @@ def test_tokens_equal_transformers_in_float32(case: str, processes: list[PeProce
 
 @pytest.mark.parametrize("case", IN_BFLOAT16)
 def test_logprobs_in_bfloat16(case: str, processes: list[PeProcess], tmp_path: Path) -> None:
-    """As near to float32's as transformers' are."""
+    """They are as near to float32's as those of transformers."""
     family, fields, prefill, decode = IN_BFLOAT16[case]
     make_model(family, **fields).save_pretrained(tmp_path)
     with running_workers(processes, tmp_path, "bfloat16", settings=shape_of(prefill, decode)) as address:
@@ -112,7 +112,8 @@ def test_each_rank_has_its_heads_of_the_states(
 
 
 def test_a_killed_rank_ends_its_worker(tmp_path: Path) -> None:
-    """Whose other rank waits for it on the device: typed, in bounded time, and without another token."""
+    """The other rank waits for the killed one on the device. The worker ends with a typed error, in bounded time, and
+    without another token."""
     make_model("llama").save_pretrained(tmp_path)
     lost, settings = "", {**shape_of(1, 2), "island.num_prefill": 1}
     with pe_processes(3, WorkerPe) as processes:

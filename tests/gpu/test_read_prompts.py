@@ -1,4 +1,4 @@
-"""What is read of prompts on a GPU, in chunks of several sequences, against transformers in float32."""
+"""Compares what is read of prompts on a GPU, in chunks of several sequences, with transformers in float32."""
 
 from pathlib import Path
 from typing import Any

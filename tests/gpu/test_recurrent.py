@@ -103,7 +103,7 @@ class Both:
     def expected_of(
         self, layers: Sequence[RecurrentInputs], tokens: TokenLayout, tables: PageTables, first: int = 0
     ) -> list[Tensor]:
-        """Of layers from `first` on, in one forward."""
+        """Computes layers from `first` on, in one forward."""
         plan = GroupPlan(self.reference.plan(tokens, tables), None)
         exact = (RecurrentInputs(*(None if one is None else one.float().cpu() for one in x)) for x in layers)  # type: ignore[arg-type]
         return [self.reference.run(plan, layer, x) for layer, x in enumerate(exact, first)]
@@ -254,7 +254,7 @@ def capture(
 
 @pytest.mark.parametrize("family", KEEP_STATES)
 def test_float32_tokens_equal_transformers_wherever_prompts_are_cut(family: str, tmp_path: Path) -> None:
-    """Of prompts that end around a chunk; then all are stepped at once."""
+    """Prompts end around a chunk; then all are stepped at once."""
     make_model(family).save_pretrained(tmp_path)
     prompts = {cut: random_prompt(2 * cut + 1, seed=cut) for cut in CUT_AT}
     expected = greedy_all(load_oracle(tmp_path, device="cuda"), list(prompts.values()), 9)
@@ -272,7 +272,7 @@ def test_float32_tokens_equal_transformers_wherever_prompts_are_cut(family: str,
 
 @pytest.mark.parametrize("family", KEEP_STATES)
 def test_float32_tokens_equal_transformers_from_snapshots(family: str, tmp_path: Path) -> None:
-    """Behind prefixes, a fork and a pop that end at one: within a prompt, and behind a step."""
+    """Sequences begin after a prefix, a fork and a pop that end at a snapshot, within a prompt and after a step."""
     make_model(family).save_pretrained(tmp_path)
     prompt, other = random_prompt(150, 1), random_prompt(40, 2)
     texts = [prompt, prompt[:100] + other, prompt[:32] + other]

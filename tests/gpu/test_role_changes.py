@@ -18,7 +18,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("mapped", [True, False], ids=["mapped", "puts"])
 def test_processes_change_their_roles_with_the_weights_they_have(tmp_path: Path, mapped: bool) -> None:
-    """And back: each epoch has pages, PEs and graphs of its own."""
+    """They also change back. Each epoch has pages, PEs and graphs of its own."""
     case = CASES["bf16-128"]
     model = case.save(tmp_path)
     with pe_processes(2, WorkerPe) as processes:

@@ -1,4 +1,4 @@
-"""What the host and a captured step tell each other by way of pinned memory, while earlier work is still under way."""
+"""Checks how the host and a captured step communicate through pinned memory, while earlier work is still under way."""
 
 import time
 

@@ -86,7 +86,7 @@ class Steps:
     def run(
         self, params: SamplingParams, program: Sequence[int] = PROGRAM, chosen: "list[Drawn] | None" = None
     ) -> "list[Drawn]":
-        """What each step draws; a step is launched before the tokens of the one before are read.
+        """Returns the samples of each step. A step is launched before the tokens of the step before are read.
 
         chosen: the tokens of every step, in place of those drawn.
         """
@@ -165,7 +165,7 @@ def test_graphs_go_on_as_the_eager_path(family: str, params: SamplingParams, tmp
 
 @pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 def test_tokens_that_graphs_post(params: SamplingParams, tmp_path: Path) -> None:
-    """Without log-probabilities nothing but the graph's words comes to the host."""
+    """Without log-probabilities only the graph's words come to the host."""
     make_model("qwen3", head_dim=128, hidden_size=256).save_pretrained(tmp_path)
     assert_graphs_go_on(tmp_path, replace(params, logprobs=None), PROGRAM, dtype="bfloat16")
 
@@ -191,9 +191,9 @@ def test_few_rows_are_one_launch(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a model in which every multiprocessor has a share of each product; inner: 4608 numbers of eight rows are
-    gathered in two pieces. long: of such contexts a warp attends to more positions at once. Their graphs do not cut
-    sequences for another kernel."""
+    """Every multiprocessor has a share of each product of the model. inner: 4608 numbers of eight rows are gathered in
+    two pieces. long: of such contexts a warp attends to more positions at once. Their graphs do not cut sequences for
+    another kernel."""
     from tandem.cache.kernels.paged import steps  # needs triton
 
     make_model(

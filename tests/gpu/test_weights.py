@@ -18,7 +18,7 @@ pytestmark = [
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
 def test_they_are_those_that_a_cpu_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str) -> None:
-    """As stored and converted; with more parts than there is room for at a time."""
+    """Weights are read as stored and converted, with more parts than there is room for at a time."""
     monkeypatch.setattr("tandem.workers.checkpoint.safetensors_file.PART_BYTES", 4096)
     make_checkpoint(tmp_path, arch="qwen3", size="tiny", seed=3, shard_bytes=100_000)
     config = load_config(tmp_path, dtype)

@@ -120,7 +120,7 @@ def form(processes: list[PeProcess], num_pages: int) -> list[str]:
 
 @contextmanager
 def serving_pair(processes: list[PeProcess], epoch: int = EPOCH) -> Iterator[Pair]:
-    """Of workers, in the order of their PEs, that have loaded or rejoined; they leave at the end."""
+    """Runs workers, in the order of their PEs, that have loaded or rejoined. They leave at the end."""
     prefill, decode = form(processes, NUM_PAGES)
     with grpc.insecure_channel(prefill) as one, grpc.insecure_channel(decode) as other:
         stubs = [authorized(worker_pb2_grpc.WorkerStub(channel), TOKEN) for channel in (one, other)]

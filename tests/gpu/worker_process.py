@@ -49,11 +49,11 @@ class WorkerPe:
         self.worker.on_step_thread(lambda: poison_free_pages(self.worker.cache, self.worker.pools))
 
     def hurry(self, seconds: float) -> None:
-        """So long at most its ranks wait for each other, in islands that are yet to form."""
+        """Limits the seconds for which ranks wait for each other, in islands that are yet to form."""
         worker_ranks.WAIT_SECONDS = seconds
 
     def gpu(self) -> str:
-        """Which one it computes on."""
+        """Returns the id of the GPU on which it computes."""
         return str(torch.cuda.get_device_properties(self.worker.pools[0].device).uuid)
 
     def lost(self) -> str:
@@ -73,7 +73,7 @@ class WorkerPe:
         self.worker.stop()
 
     def at_slots(self, slots: Int32Array) -> list[np.ndarray]:
-        """Per layer and plane the bits of these slots, [n, num_kv_heads, bytes]."""
+        """Returns for each layer and plane the bits of these slots, [n, num_kv_heads, bytes]."""
         pool = movable(*self.worker.pools)
         _, layers, planes, _, page_size, _ = pool.shape
         pages, offsets = np.divmod(slots, page_size)
@@ -81,7 +81,7 @@ class WorkerPe:
         return [as_array(values[:, layer, plane]) for layer in range(layers) for plane in range(planes)]
 
     def slots_of_prefix(self, token_ids: list[int]) -> Int32Array:
-        """Those of the full pages that this worker keeps of a prompt."""
+        """Returns the slots of the full pages that this worker keeps of a prompt."""
 
         def look_up() -> Int32Array:
             cache = self.worker.cache
@@ -96,7 +96,7 @@ class WorkerPe:
         return self.worker.on_step_thread(look_up)
 
     def swap_prompt_graphs(self) -> None:
-        """Without them from now on, or with them again."""
+        """Removes the prompt graphs, or puts them back."""
         loop = self.worker._loop
         assert loop is not None
         runner = loop.engine._runner

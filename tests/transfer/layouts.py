@@ -31,8 +31,8 @@ def entries_beside() -> KVLayout:
 
 
 def compressed() -> KVLayout:
-    """As of a model that compresses: a window of K = V, what is compressed of 2 and of 8 positions, and what the former
-    is made of."""
+    """The layout of a model that compresses: a window of K = V, compressed entries of 2 and of 8 positions, and inputs
+    of the former."""
     groups = (
         LayerGroup((0, 1), KV(2, 8, Window(6))),
         LayerGroup((0,), Beside(1, 6, Every(2), planes=1, dtype=torch.float32)),

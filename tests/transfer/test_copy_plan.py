@@ -69,7 +69,7 @@ def test_consecutive_pages_make_one_run() -> None:
 
 
 def test_runs_of_whole_pages_end_where_either_side_breaks() -> None:
-    """What goes as whole pages only, which C finds: source pages 5 6 7 9 10 3, target pages 1 2 4 5 6 7."""
+    """All goes as whole pages, which C finds: source pages 5 6 7 9 10 3, target pages 1 2 4 5 6 7."""
     source, target = (
         np.array([page * PAGE + i for page in pages for i in range(PAGE)], np.int32)
         for pages in ([5, 6, 7, 9, 10, 3], [1, 2, 4, 5, 6, 7])
@@ -105,7 +105,7 @@ def test_pages_at_another_offset_go_slot_by_slot() -> None:
 @pytest.mark.parametrize("outside", [-1, NUM_SLOTS, -(2**31)])
 @pytest.mark.parametrize("at", [0, 3, 5, 8, 9], ids="slot {}".format)
 def test_slots_outside_a_pool_are_refused(outside: int, at: int) -> None:
-    """Of two whole pages and two slots more."""
+    """The copy has two whole pages and two slots more."""
     good, bad = np.arange(10, dtype=np.int32), np.arange(20, 30, dtype=np.int32)
     bad[at] = outside
     with pytest.raises(InvalidArgument, match=rf"source_slots are .*{outside}"):

@@ -1,4 +1,4 @@
-"""What the fake adds to the contract: late and unordered writes, and faults on request."""
+"""Checks what the fake adds to the contract: late and unordered writes, and faults on request."""
 
 import numpy as np
 import pytest

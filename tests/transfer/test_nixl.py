@@ -1,4 +1,4 @@
-"""What the contract suite cannot see of NIXL: losses, silence, epochs, strangers' notes, and where UCX listens."""
+"""Checks what the contract suite cannot see of NIXL: losses, silence, epochs, strangers' notes, and UCX's interface."""
 
 import gc
 import os
@@ -94,7 +94,7 @@ def test_a_signal_and_a_fence_wait_for_all_writes_before_them(
 
 
 class Event:
-    """As a GPU's."""
+    """An event like a GPU's."""
 
     def __init__(self) -> None:
         self.has_come = False

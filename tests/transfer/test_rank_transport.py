@@ -1,4 +1,5 @@
-"""Who writes which heads between workers of unlike ranks, against a naive count; and when a signal counts."""
+"""Checks which rank writes which heads between workers of unlike ranks, against a naive count, and when a signal
+counts."""
 
 from functools import cache
 from itertools import product
@@ -23,7 +24,7 @@ SIZES = (1, 2, 4, 8)
 
 @cache
 def layouts_of(size: int) -> tuple[KVLayout, ...]:
-    """Of each rank: a group of HEADS heads, and one of latents."""
+    """Returns the layout of each rank: a group of HEADS heads, and a group of latents."""
     found = []
     for rank in range(size):
         shard = Shard(rank, size)

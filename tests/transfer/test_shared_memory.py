@@ -1,4 +1,4 @@
-"""What the contract suite cannot see: real processes, what they leave behind, memory that cannot be had."""
+"""Checks what the contract suite cannot see: real processes, what they leave, and memory that is not available."""
 
 import gc
 import json
@@ -21,7 +21,7 @@ from tests.transfer.peers import StartPeer, check_rounds, join_all
 
 
 def shared_objects() -> tuple[set[str], list[str], int]:
-    """What might leak: names in /dev/shm, own descriptors, own mappings of segments."""
+    """Returns what might leak: names in /dev/shm, own descriptors, own mappings of segments."""
     gc.collect()
     mappings = Path("/proc/self/maps").read_text().count("memfd:tandem")
     return lasting_names(), sorted(os.listdir("/proc/self/fd")), mappings

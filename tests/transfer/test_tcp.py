@@ -1,4 +1,5 @@
-"""What the contract suite cannot see: order across connections, losses, epochs, strangers, and what is on the wire."""
+"""Checks what the contract suite cannot see: order across connections, losses, epochs, strangers, and the bytes on the
+wire."""
 
 import gc
 import json
@@ -377,7 +378,7 @@ class Relay:
 
 @pytest.mark.parametrize("sealed", [False, True], ids=["plain", "tls"])
 def test_with_certificates_nobody_on_the_way_reads_pages(sealed: bool) -> None:
-    """And without them this test would see it."""
+    """Without certificates this test would see the pages."""
     authority = Authority("tcp pages")
     endpoints = [authority.pages("127.0.0.1") for _ in range(2)] if sealed else [config_of(0).endpoint] * 2
     transports = [TcpTransport(replace(config_of(pe), endpoint=endpoints[pe])) for pe in range(2)]

@@ -1,4 +1,4 @@
-"""What tests of the step loops begin with."""
+"""Fixtures of the tests of step loops."""
 
 from pathlib import Path
 

@@ -256,7 +256,7 @@ class LoopPair:
         return [future.result(0).first_token, *self.tokens(request_id)]
 
     def tokens(self, request_id: str) -> list[int]:
-        """Those after the first."""
+        """Returns the tokens after the first."""
         return self.fanout.tokens.get(id(self._streams[request_id]), [])
 
     def ended(self, request_id: str) -> FinishReason | WorkerError | None:

@@ -89,7 +89,8 @@ class ReferenceAttention:
         return self.attend(layer, q, torch.cat([k, keys[:, None].expand(-1, k.shape[1], -1)], 2), v, None, None)
 
     def _choose(self, layer: int, choice: Index) -> None:
-        """What each token of the batch attends to in this layer and in those without an index: bool [n, positions]."""
+        """Notes what each token of the batch attends to in this layer and in layers without an index: bool [n,
+        positions]."""
         assert self._config.latent is not None
         assert self._config.latent.index is not None
         rotary, top_k, begin = self._rotary[0], self._config.latent.index.top_k, 0

@@ -49,7 +49,7 @@ def attend(
 def chosen_entries(
     config: CompressedConfig, layer: int, rotary: RotaryEmbedding, fed: Fed, x: Compression, token: int
 ) -> list[Tensor]:
-    """What the last token of `fed`, which is token `token` of x, sees of the entries."""
+    """Returns the entries that the last token of `fed`, which is token `token` of x, sees."""
     size, dtype = x.norms[0].shape[0], fed.kv[0].dtype
     entries = [one.to(dtype) for one in entries_of(config, layer, rotary, fed, x, 0, size, x.norms[0])]
     if x.query is None or len(entries) <= config.index.top_k:

@@ -42,7 +42,7 @@ from tests.workers.models.test_nemotron_config import DENSE, write
 def test_however_few_pages_there_are_some_are_for_snapshots(
     tmp_path: Path, num_pages: int, share: float, interval: int | None, sequences: int, most: int
 ) -> None:
-    """Of Nemotron-H-8B, where one takes as much as K and V of 395.2 pages."""
+    """The model is Nemotron-H-8B, where a snapshot takes as much as K and V of 395.2 pages."""
     layout = kv_layout(load_config(write(tmp_path, {**DENSE, "torch_dtype": "bfloat16"})), 16)
     where = (Role.DECODE, "island", 1, 0, 1, "", 1024, "")
     config = WorkerConfig(*where, state_share=share, state_interval=interval, max_sequences=sequences)
@@ -89,7 +89,7 @@ def test_host_bytes_are_shared_as_pools_are(tmp_path: Path) -> None:
 def test_a_worker_takes_a_part_of_its_host(
     changes: dict[str, Any], gib: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU, where nothing else is asked for and it would hold something."""
+    """It does on a GPU, if nothing else is configured and the part would hold something."""
     layout = kv_layout(load_config(write(tmp_path, {**DENSE, "torch_dtype": "bfloat16"})), 16)
     where = (Role.DECODE, "island", 1, 0, 1, "", 1024, "")
     config = WorkerConfig(*where, max_sequences=8, device="cuda", workers_on_host=16 // len(changes.get("ranks", (1,))))

@@ -329,7 +329,7 @@ def test_a_recall_is_answered_only_when_the_writer_is_quiet(pair: LoopPair) -> N
 
 
 def test_an_abort_is_answered_only_when_the_writer_is_quiet(pair: LoopPair) -> None:
-    """Between its chunks, and when all of it is computed and its signal may still be under way."""
+    """The abort comes between the writer's chunks, and when all is computed and its signal may still be under way."""
     for steps in (1, 3):
         reservation = pair.prepare(f"a{steps}", PROMPT)
         pair.send(f"a{steps}", PROMPT, reservation)

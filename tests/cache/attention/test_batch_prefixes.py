@@ -1,4 +1,4 @@
-"""When what a batch shares is looked for, and when what was found before still holds."""
+"""Checks when shared pages of a batch are looked for, and when earlier findings still hold."""
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ def table() -> GroupTable:
 
 
 def segments(shared: SharedPrefixes | None) -> list[tuple[list[int], list[int]]]:
-    """Of each the sequences of the batch, and the pages."""
+    """Returns for each segment the sequences of the batch, and the pages."""
     assert shared is not None
     members = np.split(shared.members, shared.qo_indptr[1:-1])
     pages = np.split(shared.kv_indices, shared.kv_indptr[1:-1])

@@ -68,7 +68,7 @@ def encoder_cache(layout: KVLayout, kernels: KernelFactory = choose_kernels, num
 
 
 class ShiftedCache(NaiveCache):
-    """Whose sequences' first tokens stand at position `shift`."""
+    """A NaiveCache in which each sequence's first token stands at position `shift`."""
 
     shift = 0
 
@@ -137,7 +137,7 @@ def draw_encoder(layout: KVLayout, count: int, seed: int) -> dict[int, tuple[Ten
 
 
 def encode(cache: TvmCache, sequences: list[int], seeds: list[int], *, push: bool = True) -> list[dict]:
-    """What each sequence's encoder stores: by its seed."""
+    """Stores each sequence's encoder entries, which follow from its seed, and returns them."""
     layout = cache.layout
     drawn = [draw_encoder(layout, cache.border(one), seed) for one, seed in zip(sequences, seeds, strict=True)]
     with torch.inference_mode():
@@ -245,7 +245,7 @@ def test_programs_of_forks_pops_prefixes_and_reservations_give_what_a_naive_cach
 
 
 def draw_prompt(layout: KVLayout, prompt: list[int]) -> Inputs:
-    """What follows from the tokens and what is before them, so that equal prefixes have equal K and V."""
+    """Draws each token's inputs from the token and its predecessors, so that equal prefixes have equal K and V."""
     parts = [draw_inputs(layout, 1, hash(tuple(prompt[: index + 1])) % 1_000_003) for index in range(len(prompt))]
     layers = zip(*(part.layers for part in parts), strict=True)
     return Inputs([tuple(torch.cat(tensors) for tensors in zip(*layer, strict=True)) for layer in layers])  # type: ignore[misc]

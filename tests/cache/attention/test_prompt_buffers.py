@@ -40,7 +40,7 @@ def begin(cache: TvmCache, buffers: GraphBuffers, counts: dict[int, int], *input
 
 
 def forwards() -> st.SearchStrategy[Forwards]:
-    """Of each forward some sequences, in any order, and how many tokens they get, SIZES[-1] at most."""
+    """Draws for each forward some sequences, in any order, and how many tokens they get, SIZES[-1] at most."""
     counts = st.dictionaries(st.integers(0, len(LENGTHS) - 1), st.integers(1, 8), min_size=1, max_size=ROOM)
     return st.lists(counts.filter(lambda one: sum(one.values()) <= SIZES[-1]), min_size=1, max_size=5)
 

@@ -101,7 +101,7 @@ def merged_parts(
     *,
     causal: bool,
 ) -> tuple[Part, Part]:
-    """Of the reader's q: the parts of layers 0 and 1 merged, and that of the layer that it reads."""
+    """Returns for the reader's q the merged parts of layers 0 and 1, and the part of the layer that it reads."""
     with torch.inference_mode():
         plan = cache.begin_forward(sequences, lengths)
         for layer, tensors in enumerate(layers):

@@ -311,7 +311,8 @@ def test_what_the_step_before_sees_stays() -> None:
 
 @pytest.mark.parametrize("after", [False, True])
 def test_sequences_slide_in_graph_buffers(after: bool) -> None:
-    """Beside one that does not. Sequence 0 begins to slide with what it holds, 5 is a fork with a shared sink."""
+    """Sequence 0 begins to slide with what it holds. Sequence 5 is a fork with a shared sink, and another sequence does
+    not slide."""
     fixed, plain = make_cache(), make_cache()
     for cache in (fixed, plain):
         cache.enable_sliding_window(0, 9, 2, evict_after=after)

@@ -47,7 +47,8 @@ SINKS = torch.tensor([0.5, -1.0, 3.0, 0.0])
     [(12, 4, False, 0), (9, 0, True, 30), (8, 3, False, 2), (8, 3, True, 0), (21, 7, False, 40), (2, 1, False, 9)],
 )
 def test_appends_pops_and_neighbours(window: int, sink: int, after: bool, held: int, kernels: KernelFactory) -> None:
-    """Beside a sequence that keeps all; chunks longer than the window among them. `held` positions are there before."""
+    """A sequence that keeps all runs in the same forwards. Some chunks are longer than the window. `held` positions are
+    there before."""
     random = Random(window)
     cache, plain = cache_of(LAYOUT, 48, kernels=kernels), NaiveCache(LAYOUT, sinks=SINKS)
     stream = NaiveStream.of(LAYOUT, MAX_LENGTH, sink)
@@ -87,7 +88,7 @@ def test_appends_pops_and_neighbours(window: int, sink: int, after: bool, held: 
 @pytest.mark.gate("50000")
 @pytest.mark.parametrize("tokens", [50_000, 1_000_000])
 def test_a_million_tokens_go_through_few_pages(tokens: int) -> None:
-    """In appends of 250, with decodes and short chunks between them that are compared with the naive stream."""
+    """Appends 250 tokens at a time. Decodes and short chunks between them are compared with the naive stream."""
     layout = KVLayout((LayerGroup((0,), KV(1, HEAD_DIM)),), 4, torch.float32)
     pools = pools_of(layout, 66)
     cache = TvmCache(layout, pools, max_sequences=1, max_sequence_length=300, rope=ROPE, writer=None)
@@ -257,7 +258,7 @@ def test_a_child_that_does_not_slide_grows_as_others_do() -> None:
 
 @pytest.mark.parametrize("matched", [0, 8])
 def test_a_plain_sequence_is_sent_to_one_that_slides(matched: int) -> None:
-    """Only what the window will show, and the receiver may have a prefix of it, which it shares."""
+    """The sender sends only what the window will show. The receiver may have a prefix of it, which it shares."""
     pools = [pools_of(LAYOUT, 32) for _ in range(2)]
     writer = PeerWriter(0, pools)
     sender, receiver = (cache_of(LAYOUT, pools=own, writer=writer) for own in pools)
@@ -398,7 +399,7 @@ def test_pages_that_a_stream_receives_into_drain_when_it_goes() -> None:
 
 
 def test_a_stream_is_sent_to_one_that_slides_alike_only() -> None:
-    """Where nothing is evicted yet the maps look alike, but K is stored and tokens are computed otherwise."""
+    """Before anything is evicted the maps look alike, but K is stored and tokens are computed in different ways."""
     pools = [pools_of(LAYOUT, 32) for _ in range(2)]
     sender, receiver = (cache_of(LAYOUT, pools=own, writer=PeerWriter(pe, pools)) for pe, own in enumerate(pools))
     ways = [None, Sliding(16, 4), Sliding(16, 2), Sliding(15, 4), Sliding(16, 4, evict_after=True)]

@@ -15,7 +15,7 @@ CASES = {"plain": ("*bf16", False, False), "peer": ("*bf16", True, False), "FP8,
 
 
 def registers(entries: str, has_peer: bool, fp8: bool) -> int:
-    """Of 128 threads with eight heads of Qwen3-8B."""
+    """Returns the registers of 128 threads with eight heads of Qwen3-8B."""
     from tandem.cache.kernels.triton.append import _append
 
     fixed = {**FIXED, "HAS_PEER": has_peer, "FP8": fp8}

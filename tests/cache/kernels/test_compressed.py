@@ -97,7 +97,7 @@ def lay_out(case: Case, per_page: int, every: int, keeps: int | None, seed: int)
 
 
 def positions_of(case: Case) -> tuple[Tensor, Tensor]:
-    """Of the new tokens, and how many new ones of the same sequence come before each."""
+    """Returns the positions of the new tokens, and how many new ones of the same sequence come before each."""
     ones = [length - 1 for length in case.lengths[:-1]]
     last = list(range(case.lengths[-1] - case.new, case.lengths[-1]))
     preceding = [0] * len(ones) + list(range(case.new))
@@ -176,8 +176,8 @@ def test_rotation_and_append(case: Case) -> None:
     ids=[*(f"{name}-{shares}" for name in CASES for shares in ("one share", "many shares")), "many heads"],
 )
 def test_attention(case: Case, programs: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To a window alone; to all entries; to those that are chosen, fewer than there is room for. Pages that nobody has
-    filled hold no numbers, nor do the shares of a short sequence that have nothing to attend to."""
+    """Tokens attend to a window alone, to all entries, and to chosen entries, fewer than there is room for. Pages that
+    nobody has filled hold no numbers, nor do the shares of a short sequence that have nothing to attend to."""
     monkeypatch.setattr(torch, "empty", lambda *x, **options: torch.full(*x, fill_value=torch.nan, **options))
     monkeypatch.setattr(triton_attend, "SHARES_PER_TILE", 4)
     one_share = triton_attend.MANY._replace(programs=1)  # an interpreter takes long to merge shares of many heads
@@ -210,7 +210,7 @@ def test_attention(case: Case, programs: int | None, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("case", [CASES["overlapping"], CASES["half"]], ids=["float32", "half"])
 def test_what_is_chosen(case: Case) -> None:
-    """By the kernels of index keys for each position, over entries."""
+    """The kernels of index keys for each position choose over entries."""
     case = replace(case, entries_per_page=4)
     positions, _ = positions_of(case)
     assert case.key_size is not None

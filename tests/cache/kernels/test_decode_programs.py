@@ -31,7 +31,7 @@ CASES = {
 
 
 def programs(head_dim: int, tiling: Tiling, fp8: bool, others: dict[str, int]) -> tuple[int, int]:
-    """That the shared memory is for, and the registers."""
+    """Returns the programs that the shared memory has room for, and the registers."""
     fixed = {
         **FIXED,
         **others,

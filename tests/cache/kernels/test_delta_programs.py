@@ -78,7 +78,7 @@ def compile_all(shape: StateShape, dtype: str) -> dict[str, tuple[int, int]]:
 
 
 def test_a_program_fits_on_a_multiprocessor() -> None:
-    """In 16 bits those of the gated delta rule keep all numbers in registers."""
+    """In 16 bits the kernels of the gated delta rule keep all numbers in registers."""
     for model, of_model in told_by(__name__).items():
         for dtype, found in of_model.items():
             assert found.keys() == KERNELS

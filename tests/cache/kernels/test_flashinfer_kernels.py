@@ -1,4 +1,4 @@
-"""What the GPU kernels refuse, and their arithmetic on the host; what they compute is tested in tests/gpu."""
+"""Checks what the GPU kernels refuse, and their arithmetic on the host. tests/gpu checks what they compute."""
 
 import numpy as np
 import pytest

@@ -39,7 +39,7 @@ def report() -> Report:
 
 
 def test_all_compile_and_a_multiprocessor_has_room_for_two_rows(report: Report) -> None:
-    """Of those that a program each chooses from: there may be many."""
+    """Each row has a program, and there may be many rows."""
     assert len(report) == 11
     assert report["choose"][0] * WARPS * THREADS_OF_WARP * PROGRAMS <= REGISTERS
     assert all(PROGRAMS * shared <= SHARED_BYTES for _, shared in report.values()), report

@@ -80,7 +80,7 @@ def pool_of(case: Case) -> Tensor:
 
 
 def peer_rows(pool: Tensor, slots: list[int | None]) -> Tensor:
-    """What AppendTargets.peer_rows says, from its words."""
+    """Computes AppendTargets.peer_rows from its definition."""
     addresses = [
         0 if slot is None else pool[slot // pool.shape[4], 0, 0, 0, slot % pool.shape[4]].data_ptr() for slot in slots
     ]

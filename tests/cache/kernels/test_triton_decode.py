@@ -167,7 +167,7 @@ class Step:
         return torch.stack(self.fp8.quantise(LAYER, *kv.transpose(1, 2))).transpose(1, 2)
 
     def exact(self, stored: Tensor) -> Tensor:
-        """What elements [2, Hkv, n, D] of the pool stand for."""
+        """Returns the values of the pool's elements [2, Hkv, n, D]."""
         exact = stored.double()
         return exact if self.fp8 is None else exact * self.fp8.scales[LAYER, :, :, None, None].double()
 
@@ -203,8 +203,8 @@ class Step:
         return pool[self.pages[row][page], LAYER, :, :, offset]
 
     def expected(self, stored_now: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Of each sequence o [Hq, D], float64, if `stored_now` is the pool, and the elements [2, Hkv, D] of its new
-        token."""
+        """Returns for each sequence o [Hq, D], float64, if `stored_now` is the pool, and the elements [2, Hkv, D] of
+        its new token."""
         case, outputs = self.case, []
         rotation = self.rotation
         twice = None if rotation is None else Rotation(rotation.factors.double())
@@ -270,7 +270,7 @@ def test_a_layer_that_reads_another_sees_what_its_step_has_stored(name: str) -> 
 
 
 def with_entries(plan: DecodePlan, entries: int, programs: int) -> DecodePlan:
-    """Of no more entries than it has, but one for each row at least."""
+    """Cuts a plan to at most `entries` entries, but at least one for each row."""
     entries = max(min(plan.schedule.shape[0], entries), plan.tables.slots.shape[0])
     partial = plan.partial[:, :entries].contiguous()
     return replace(plan, schedule=plan.schedule[:entries], partial=partial, programs=programs)

@@ -49,7 +49,7 @@ class Case:
     decay: float = 0.1
 
     def writes(self) -> StateWrites:
-        """To pages that no sequence has."""
+        """Returns writes to pages that no sequence has."""
         if not self.snapshots:
             return NO_WRITES
         sequences, tokens = np.array(self.snapshots).T
@@ -111,8 +111,8 @@ def lay_out(case: Case) -> tuple[TokenLayout, PageTables]:
 
 
 def both(case: Case, tables: PageTables) -> tuple[TorchStateKernels, TritonDeltaKernels]:
-    """Over alike pools: NaN but in the pages of sequences that go on, where tails are numbers of the model's dtype. The
-    reference is on a CPU."""
+    """Makes both backends over equal pools. They are NaN except in the pages of sequences that go on, whose tails are
+    numbers of the model's dtype. The reference is on a CPU."""
     numbers, there = case.shape.numbers, np.array(case.before) > 0
     pool = torch.full((PAGES + len(case.snapshots), LAYERS, 1, 1, 1, numbers), torch.nan)
     for page in tables.kv_indices[there].tolist():
@@ -139,7 +139,7 @@ def assert_same(case: Case, found: Tensor, expected: Tensor) -> None:
 @pytest.mark.gate("single tokens", "mixed", "a longer tail*", "snapshots*", "16 bits", "KDA", "Mamba-2")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_both_backends_compute_alike(case: Case) -> None:
-    """And the next single tokens, from what the forward has left. Nothing else in a pool changes."""
+    """Also computes the next single tokens, from what the forward has left. Nothing else in a pool changes."""
     tokens, tables = lay_out(case)
     reference, kernels = both(case, tables)
     x = draw_inputs(case, int(tokens.qo_indptr[-1]))
@@ -176,7 +176,7 @@ STEPS = {
 @pytest.mark.gate("single tokens")
 @pytest.mark.parametrize("case", STEPS.values(), ids=STEPS.keys())
 def test_graph_buffers_leave_entries_of_others_alone(case: Case) -> None:
-    """Of a step with two rows of padding, whose table names page 0."""
+    """The step has two rows of padding, whose table names page 0."""
     tokens, tables = lay_out(case)
     reference, kernels = both(case, tables)
     count = len(case.before)
@@ -203,8 +203,8 @@ RUNS = {
 @pytest.mark.parametrize("case", RUNS.values(), ids=RUNS.keys())
 @pytest.mark.parametrize("captured", [False, True])
 def test_drafts_are_taken_back(case: Case, captured: bool) -> None:
-    """Of each sequence but the last one less than before each time. captured: in graph buffers, with two rows of
-    padding."""
+    """Each time, each sequence but the last takes back one draft less than before. captured: in graph buffers, with two
+    rows of padding."""
     tokens, tables = lay_out(case)
     tables = replace(tables, drafted=True)
     reference, kernels = both(case, tables)
@@ -249,7 +249,7 @@ def runs_in_buffers(kernels: TritonDeltaKernels, tokens: TokenLayout, tables: Pa
 
 
 def padded(x: RecurrentInputs) -> RecurrentInputs:
-    """With two tokens of padding."""
+    """Adds two tokens of padding."""
     return x._replace(
         mixed=torch.cat((x.mixed, x.mixed[:2] * torch.nan)),
         log_decay=torch.cat((x.log_decay, x.log_decay[:2])),
@@ -308,7 +308,7 @@ def _invert(strict, target, SIZE: tl.constexpr, LEVELS: tl.constexpr, PRECISION:
 @pytest.mark.parametrize("precision", ["ieee", "tf32"])
 @pytest.mark.parametrize("kind", ["random", "all alike", "opposite"])
 def test_the_inverse_of_a_chunk(kind: str, precision: str) -> None:
-    """Of products of keys. All alike: they are one and the same, without decay; powers of such a matrix are huge.
+    """Inverts products of keys. All alike: they are one and the same, without decay; powers of such a matrix are huge.
     Opposite: each is the one before with another sign. tf32: as kernels for 16 bits compute it."""
     keys = torch.ones(CHUNK, 1)
     if kind == "random":
@@ -328,7 +328,7 @@ def test_the_inverse_of_a_chunk(kind: str, precision: str) -> None:
 @pytest.mark.long
 @pytest.mark.skipif(DEVICE == "cuda", reason="the caches of these programs are on a CPU")
 def test_random_programs_equal_naive_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With forks, reservations and states that are sent."""
+    """The programs also fork, reserve and send states."""
     monkeypatch.setattr(Recurrent, "backend", lambda kind, site: TritonDeltaKernels(site.pool, kind.shape))
     run_random_program(4, True, SHAPE, monkeypatch)
 
@@ -336,7 +336,7 @@ def test_random_programs_equal_naive_states(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.long
 @pytest.mark.skipif(DEVICE == "cuda", reason="the caches of these programs are on a CPU")
 def test_random_programs_share_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With forks and pops to snapshots, and sends behind prefixes."""
+    """The programs also fork and pop to snapshots, and send after prefixes."""
     monkeypatch.setattr(Recurrent, "backend", lambda kind, site: TritonDeltaKernels(site.pool, kind.shape))
     program = Program(Random(3), island_of(5, 30))
     program.run(120)

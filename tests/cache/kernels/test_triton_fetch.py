@@ -14,7 +14,7 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 
 @pytest.mark.parametrize("pairs", [0, 1, 31, 32, 33, 200])
 def test_what_was_filled_is_fetched_and_said_so(pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By fewer programs than there are blocks of numbers, or more; what lies behind stays."""
+    """Fewer programs than blocks of numbers fetch, or more. What lies after the numbers stays."""
     monkeypatch.setattr(triton_fetch, "BLOCK", 32)
     monkeypatch.setattr(triton_fetch, "MOST_PROGRAMS", 3)
     host, fetched = torch.arange(2, 404, pin_memory=ON_GPU), torch.zeros(1, dtype=torch.int64, pin_memory=ON_GPU)

@@ -80,7 +80,8 @@ def unlike(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(("rank", "rotated", "dtype"), LATENTS.values(), ids=LATENTS)
 def test_latents_are_stored_as_the_reference_stores_them(rank: int, rotated: int, dtype: torch.dtype) -> None:
-    """In own slots, in a peer's and in what is kept, bit for bit; without rotation, which rounds otherwise."""
+    """Rows in own slots, in a peer's and in kept ones are equal bit for bit. There is no rotation, which would round
+    differently."""
     fp8, case = Fp8Rows(rank + rotated, rank, dtype), Case(dtype=dtype)
     latents, keys = unlike(draw(case, TOKENS, rank)), draw(case, TOKENS, rotated, seed=1)
     check_stored(fp8, representable(latents), keys)
@@ -131,7 +132,7 @@ def test_gathered_rows(rank: int, rotated: int, dtype: torch.dtype, whole: bool)
 def test_attention(
     heads: int, programs: int, fp8: Fp8Rows | None, chosen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To what is chosen and to all, also where some shares have nothing, and in 16 bits."""
+    """Tokens attend to chosen positions and to all, also where some shares have none, and in 16 bits."""
     tiling = (triton_chosen.MANY if heads == 64 else FEW)._replace(programs=programs)
     monkeypatch.setattr(triton_chosen, "choose_tiling", lambda q, many: tiling)
     form = fp8 or Fp8Rows(48, 32, torch.float32)

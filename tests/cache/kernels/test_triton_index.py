@@ -79,7 +79,7 @@ def draw_index(case: Case, num_tokens: int) -> tuple[Index, Rotation]:
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_scores(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of single tokens and of those of a chunk, which see one position more each."""
+    """Scores are of single tokens and of a chunk's tokens, each of which sees one position more."""
     monkeypatch.setattr("tandem.cache.kernels.triton.index_scores.PROGRAMS", 24)  # some tiles in a program
     tokens, tables = lay_out(case)
     pool = draw(case, PAGES, LAYERS, 1, 1, case.page_size, case.width)
@@ -169,8 +169,8 @@ def test_attention_to_what_is_chosen(
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "in graph buffers"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_both_backends_store_and_choose_alike(case: Case, captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With scores of few tokens in memory at once. In graph buffers there is a token a sequence, and a row of padding,
-    and all choose."""
+    """Scores of few tokens are in memory at once. In graph buffers each sequence has one token, there is a row of
+    padding, and all choose."""
     monkeypatch.setattr(triton_index, "cut_tiles", lambda lengths: cut_tiles(lengths, 150))
     tokens, tables = lay_out(Case(**{**vars(case), "new": 1}) if captured else case)
     rank, num_tokens = case.width // 2, tokens.positions.size
@@ -199,7 +199,7 @@ def test_both_backends_store_and_choose_alike(case: Case, captured: bool, monkey
 
 
 def device_tables(tables: PageTables, rows: int) -> DeviceTables:
-    """With one row of padding, and room for more pages."""
+    """Makes tables with one row of padding, and room for more pages."""
 
     def array(values: Any) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=DEVICE)

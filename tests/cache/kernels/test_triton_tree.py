@@ -26,7 +26,7 @@ SEVERAL_TILES = ((3, CHAIN, 70), (0, [-1] * 70, 20), (1, [*CHAIN, -1, 70], 2))
 
 
 Trees = tuple[tuple[int, list[int], int], ...]
-"""Per sequence its context's length, the nodes' parents, and how many of these are new."""
+"""For each sequence its context's length, the nodes' parents, and how many nodes are new."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ HEADS = {"KV_HEADS": 2, "GROUP": 8, "PAGE_SIZE": 16, "HEAD_DIM": 512, "PDL": Tru
 
 
 def shared_bytes() -> dict[str, int]:
-    """Of a program of each kernel."""
+    """Returns the shared memory of each kernel's program, in bytes."""
     from tandem.cache.kernels.paged.prompts import (
         FIELDS,
         KEYS,

@@ -56,7 +56,7 @@ def random_heads(count: int, seed: int) -> tuple[Tensor, ...]:
 
 
 def random_rows(count: int, seed: int) -> tuple[Tensor, ...]:
-    """As random_heads, with a decay for each row of a state, of which some leave nothing."""
+    """Draws like random_heads, but with a decay for each row of a state. Some decays leave nothing."""
     q, k, v, _, beta, state = random_heads(count, seed)
     decay = torch.randn(count, 4, 5, generator=torch.Generator().manual_seed(seed)).exp() * 5
     return q, k, v, -decay, beta, state

@@ -241,7 +241,7 @@ def with_prompt(cache: TvmCache, sequence: int, tokens: list[int], chunks: list[
 
 
 def test_a_prefix_ends_with_the_last_snapshot_before_tokens_differ() -> None:
-    """Of 30 positions there are snapshots at 8, 16 and 24 of every 8, and at 28, the last full page."""
+    """The 30 positions have snapshots at 8, 16 and 24, every 8, and at 28, the last full page."""
     cache, tokens = cache_of(), [token % VOCABULARY for token in range(60)]
     with_prompt(cache, 0, tokens, [30])
     for new, (alike, found) in enumerate([(30, 28), (28, 28), (27, 24), (24, 24), (20, 16), (16, 16), (7, 0)], 1):
@@ -324,7 +324,7 @@ def test_a_snapshot_from_the_host_is_not_the_one_that_was_there() -> None:
 
 
 def test_a_state_of_its_own_comes_before_a_snapshot() -> None:
-    """Where no page is free but that of the snapshot, a sequence computes its prompt from the first token."""
+    """If no page is free but the snapshot's, a sequence computes its prompt from the first token."""
     cache, tokens = cache_of(most=1, own=2), list(range(50))
     with_prompt(cache, 0, tokens, [17])
     cache.remove_sequence(0)
@@ -356,7 +356,7 @@ def test_snapshots_stand_where_pages_end() -> None:
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_drafts_are_taken_out_of_states(rows: int) -> None:
-    """Of drafts any number holds, and what follows is as if the others had never been there."""
+    """Any number of drafts is accepted, and what follows is as if the others had never been there."""
     random, cache = Random(rows), island_of(8, 20, drafted=3).caches[0]
     tokens = {row: [random.randrange(VOCABULARY) for _ in range(60)] for row in range(rows)}
     others = {row: [random.randrange(VOCABULARY) for _ in range(60)] for row in range(rows)}

@@ -102,7 +102,7 @@ def test_rows_of_what_are_no_integers(name: str, call: Call, value: Any) -> None
 @pytest.mark.parametrize("longest", [MAX_LENGTH + 1, (1 << 63) - 1])
 @pytest.mark.parametrize("others", [[], [1], [2, 1]], ids=len)
 def test_appends_that_no_sequence_can_hold(longest: int, others: list[int]) -> None:
-    """With a sum that overflows it would be the shortest of all."""
+    """The sum overflows, and would make this sequence the shortest of all."""
     cache = filled()
     cache.commit_token_tree([1], [-1])
     sequences = [0, 1, 2][: 1 + len(others)]
@@ -163,7 +163,7 @@ def test_reservations_below_nothing() -> None:
 
 
 class WriterOfTwo(PeerWriter):
-    """As a transport whose island has two PEs."""
+    """A writer like a transport's whose island has two PEs."""
 
     def peer_pool(self, pe: int, group: int) -> Tensor | None:
         if not 0 <= pe < 2:

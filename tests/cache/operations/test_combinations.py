@@ -1,5 +1,5 @@
-"""What a layout, its heads and its RoPE may be, each with each of the others, through all that is done to sequences:
-the outputs are those of the naive cache, or the call is refused."""
+"""Combines every layout, heads and RoPE with each of the others, through all that is done to sequences. The outputs
+equal those of the naive cache, or the call is refused."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -73,7 +73,7 @@ class Twin:
         self.trees = NaiveTrees(self.naive)
 
     def run(self, appends: dict[int, int | list[int]]) -> None:
-        """So many tokens, or nodes with these parents, of each sequence; in as few forwards as may be."""
+        """Runs so many tokens of each sequence, or nodes with these parents, in as few forwards as possible."""
         if any(isinstance(of, list) for of in appends.values()) or max(appends.values()) <= self.chunk:  # type: ignore[type-var]
             self._forward(appends)
             return
@@ -130,7 +130,7 @@ def test_each_with_each_of_the_others(
 
 
 def ropes_of(layout: KVLayout, rope: RopeParameters) -> list[RopeParameters]:
-    """Of latents the shared part is rotated."""
+    """Returns the RoPE of each group. It rotates the shared part of latents."""
     widths = [group.kind.rotated or group.head_dim for group in layout.groups]
     return [rope if rope.rope_type == "none" else replace(rope, rotary_dim=width) for width in widths]
 
@@ -155,7 +155,7 @@ def open_trees(twin: Twin) -> None:
 
 
 def share_a_prefix(twin: Twin) -> None:
-    """Of sequence 1, in sequence 3."""
+    """Shares a prefix of sequence 1 in sequence 3."""
     ids = list(range(twin.cache.num_tokens(1)))
     twin.cache.add_sequence(3)
     twin.cache.publish_prefix(1, ids)
@@ -166,7 +166,7 @@ def share_a_prefix(twin: Twin) -> None:
 
 
 def slide(twin: Twin, rope: RopeParameters) -> None:
-    """As long as nothing is evicted a stream is what a plain sequence is; in 8 bits its K is rounded before RoPE."""
+    """As long as nothing is evicted, a stream equals a plain sequence. In 8 bits its K is rounded before RoPE."""
     cache = twin.cache
     cache.add_sequence(4)
     reason = next((group.kind.no_sliding for group in cache.layout.groups if group.kind.no_sliding is not None), None)

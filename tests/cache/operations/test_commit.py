@@ -1,4 +1,4 @@
-"""What a forward has to have done before it is committed, and what its layers are given."""
+"""Checks what a forward must have done before it is committed, and what its layers are given."""
 
 from typing import Any
 

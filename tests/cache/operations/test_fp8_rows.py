@@ -104,7 +104,7 @@ def test_bytes_of_deepseeks_rows() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_rows_become_the_nearest_entries(dtype: torch.dtype) -> None:
-    """Of sizes from one end of the dtype to the other, and around each power of two at which scales change."""
+    """Sizes go from one end of the dtype to the other, and around each power of two at which scales change."""
     rows = torch.randn(400, RANK + ROTATED, generator=torch.Generator().manual_seed(0))
     sizes = torch.linspace(-20, 13, 400) if dtype == torch.float16 else torch.linspace(-80, 80, 400)
     rows = (rows * 2 ** sizes[:, None]).to(dtype)

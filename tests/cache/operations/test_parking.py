@@ -31,7 +31,7 @@ def keep_parked(cache: TvmCache, slots: int = SLOTS) -> ParkedStore:
 
 
 def spoil_free_pages(cache: TvmCache) -> None:
-    """What nobody uses may hold anything; sequences that come back do not look there."""
+    """Fills pages that nobody uses with garbage. Sequences that come back do not look there."""
     for group, users in zip(cache._groups, cache._pools.users, strict=True):
         free = np.flatnonzero((users.allocator.references == 0) & (users.allocator._writers == 0))
         words = group.site.pool.view(torch.uint8).view(group.site.pool.shape[0], -1)

@@ -34,7 +34,7 @@ def test_random_programs(name: str) -> None:
 
 
 def test_random_programs_of_forwards_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which a GPU computes so; those with trees are planned by sequence."""
+    """A GPU computes forwards by token; forwards with trees are planned by sequence."""
     monkeypatch.setattr(forwards, "takes_by_token", lambda groups, tokens: tokens.trees is None)
     assert run_programs("compressed, in one plane", 2).keys() >= SHARING
 

@@ -76,7 +76,7 @@ class Twins:
 
 
 def levels(plan: Forward, group: int = 0) -> list[tuple[tuple[int, ...], int]]:
-    """Per segment its sequences and the number of its pages."""
+    """Returns for each segment its sequences and the number of its pages."""
     shared = plan.attention.plans[group].tables.shared
     if shared is None:
         return []

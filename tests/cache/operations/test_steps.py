@@ -70,7 +70,7 @@ class Stepping:
             self.reserve(sequence)
 
     def pop(self, sequence: int) -> None:
-        """And as many appended again, or not."""
+        """Pops some positions. As many are appended again, or not."""
         least = self.layout.drops_past or sequence < self.num_streams
         count = self.random.randint(0, min(self.cache.num_tokens(sequence), 1 if least else 9))
         self.cache.pop(sequence, count)
@@ -78,7 +78,7 @@ class Stepping:
             self.cache.begin_forward([sequence], [count])
 
     def replace(self, sequence: int) -> None:
-        """As many positions in other pages; a child keeps its own."""
+        """Gives the sequence as many positions in other pages. A child keeps its own."""
         length, child = self.cache.num_tokens(sequence), self.forget_child(sequence)
         self.cache.fork_sequence(sequence, child)
         count = self.random.randint(1, 1 if self.layout.drops_past else length)
@@ -102,7 +102,7 @@ class Stepping:
             self.cache.pop(sequence, 1)
 
     def receive(self, sequence: int) -> None:
-        """With a page a stream may become no longer."""
+        """Receives positions into a sequence. A stream may become no longer than a page allows."""
         self.cache.prepare_receive(sequence, self.random.choice([1, PAGE]) if sequence < self.num_streams else 1)
         self.cache.finish_receive(sequence)
 
@@ -145,7 +145,8 @@ class Stepping:
         self.cache.reserve(sequence, self.random.randint(0, LONGEST), 3)
 
     def fork(self, sequence: int) -> None:
-        """Once it has a child, the sequence may become one of it, or end in a page that is full there."""
+        """Forks a sequence once it has a child. The child may become one token longer, or end in a page that is full
+        there."""
         child = self.forget_child(sequence)
         self.cache.fork_sequence(sequence, child, self.random.randint(1, self.cache.num_tokens(sequence)))
         if self.random.random() < 0.5:
@@ -191,8 +192,8 @@ class Stepping:
                 self.counts[event.__name__] += 1
 
     def check_pages(self, plan: Forward) -> None:
-        """What was reserved is there, as far as no window makes do with less; what was begun or received into is
-        cleared."""
+        """Checks that reserved pages are there, as far as no window makes do with less, and that pages begun or
+        received into are cleared."""
         table = self.cache._table
         rows = [table.row(sequence) for sequence in self.batch]
         assert (table.groups[0].ends[rows] * PAGE >= table.reserved[rows]).all()

@@ -81,7 +81,7 @@ def test_all_that_is_cached_can_go_without_a_forward(layout: KVLayout, begin: in
 @pytest.mark.parametrize("begin", [0, 2, 7])
 @pytest.mark.parametrize("pushed", [(), (2,), (1, 3), (0, 1, 2, 3)], ids=str)
 def test_chunks_go_page_to_page_or_with_their_forwards(layout: KVLayout, begin: int, pushed: tuple[int, ...]) -> None:
-    """Of four forwards some push what they compute, and what is left of those before."""
+    """Some of four forwards push what they compute, and what is left of the forwards before."""
     island = Island.of(layout)
     sender, receiver = island.caches
     for cache in (sender, receiver):

@@ -1,4 +1,5 @@
-"""What stands past the end of what was received: the writer's pages are left alone, and it reaches no output."""
+"""Checks what stands after the end of received positions. The writer's pages are left alone, and their contents reach
+no output."""
 
 import pytest
 import torch

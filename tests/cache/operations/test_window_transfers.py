@@ -26,7 +26,7 @@ WINDOWS = windowed(layout_of(1, 4), None, 6)
 @pytest.mark.parametrize("cached", [0, 3, 17])
 @pytest.mark.parametrize("begin", [0, 2, 14])
 def test_only_what_a_window_holds_at_the_end_travels(cached: int, begin: int) -> None:
-    """Of 21 positions the second group of the receiver keeps those from 12 on: the page of 20 - 5 and what follows."""
+    """The second group of the receiver keeps positions from 12 on of 21: the page of 20 - 5 and later ones."""
     island = Island.of(WINDOWS)
     sender, receiver = island.caches
     for cache in island.caches:
@@ -125,7 +125,7 @@ def test_what_is_yet_to_be_sent_does_not_leave_a_window() -> None:
 
 
 def test_what_a_window_still_holds_is_sent_with_the_forward() -> None:
-    """That lets go of what is before position 4, or of all that a map skips."""
+    """The forward drops what is before position 4, or all that a map skips."""
     island = Island.of(WINDOWS)
     sender, receiver = island.caches
     for sequence in range(3):

@@ -29,7 +29,7 @@ ENTRIES, LATENTS = (2, 2, PAGE_SIZE, 16), (1, 1, PAGE_SIZE, 48)  # of a layer of
 RANK = 32
 
 Kernel = Callable[[Tensor, int], Tensor | None]
-"""Of a pool and the first of the pages that it works on."""
+"""A kernel that takes a pool and the first of the pages that it works on."""
 
 
 def draw(*shape: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""What reserved sequences with a window count on when others use their pages, too."""
+"""Checks the pages that reserved sequences with a window need when others use their pages, too."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,7 @@ def begin(cache: TvmCache, sequence: int, count: int, *, reserve: int = LENGTH) 
 
 
 def grow(cache: TvmCache, *sequences: int, end: int = LENGTH) -> None:
-    """In one forward each time, so that they let go of pages together."""
+    """Grows the sequences together in each forward, so that they drop pages together."""
     while cache.num_tokens(sequences[0]) < end:
         cache.begin_forward(sequences, [1] * len(sequences))
 

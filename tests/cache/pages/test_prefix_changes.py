@@ -1,4 +1,5 @@
-"""What a prefix index reports of itself: a reader that applies each change knows the index, however seldom it asks."""
+"""Checks the changes that a prefix index reports. A reader that applies each change knows the index, however seldom it
+asks."""
 
 import numpy as np
 import pytest

@@ -51,7 +51,7 @@ class Tables:
     def expected(
         self, number: int, rows: Int64Array, lengths: Int64Array, ends: Int64Array, queries: Int64Array
     ) -> Any:
-        """As a StepChange."""
+        """Plans the step as a StepChange."""
         group, paging = self.groups[number], GROUPS[number][1]
         appends = lay_out_appends(self.table, paging, rows, lengths, ends, queries)
         growth = group.plan_growth(appends)

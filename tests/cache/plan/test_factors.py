@@ -1,4 +1,4 @@
-"""What kernels multiply with, and divide by, in float32."""
+"""Checks the factors with which kernels multiply, and by which they divide, in float32."""
 
 from typing import Any
 

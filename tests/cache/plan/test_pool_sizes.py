@@ -45,7 +45,7 @@ def sequences_that_fit(cache: PagedKVCache, length: int, append: int) -> int:
 
 @given(windows=st.lists(windows, min_size=1, max_size=3), given=st.lists(uses, min_size=1, max_size=2))
 def test_a_window_never_runs_out_before_the_rest(windows: list[int | None], given: list[PageUse]) -> None:
-    """With room for the most demanding use in groups without a window, all of it can be reserved."""
+    """If groups without a window have room for the most demanding use, all of it can be reserved."""
     layout = layout_of(*windows)
     for use in given:
         enough = use.sequences * -(-use.length // PAGE)

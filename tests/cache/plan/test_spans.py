@@ -1,4 +1,4 @@
-"""What a layer group keeps, against what each query needs by the definition of its kind."""
+"""Compares what a layer group keeps with what each query needs by the definition of its kind."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""When layers of a forward are stored, as the writer learns it that sends them afterwards."""
+"""Checks that the writer learns when layers of a forward are stored, because it sends them afterwards."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def noting(layout: KVLayout) -> Island:
-    """As on a GPU."""
+    """Makes an island whose first cache notes stored layers as on a GPU."""
     island = Island.of(layout)
     note(island.caches[0])
     return island
@@ -86,7 +86,7 @@ def test_a_writer_hears_when_layers_are_stored(layout: KVLayout) -> None:
 
 @pytest.mark.parametrize("change", ["nothing", "more to come", "popped", "another"])
 def test_stages_are_those_of_the_last_forward_of_what_is_marked(change: str) -> None:
-    """Before it there is a forward to go beside."""
+    """There is an earlier forward beside which the marked one can go."""
     island = noting(layout_of(2))
     sender, receiver = island.caches
     for cache in (sender, receiver):
@@ -117,7 +117,7 @@ def test_what_a_push_finds_cached_has_no_stages() -> None:
 
 
 def test_a_forward_in_graph_buffers_notes_its_layers_too() -> None:
-    """As the graph that is captured does, at each replay."""
+    """A captured graph does so at each replay."""
     cache = make_cache()
     note(cache)
     (prompts,) = prompt_buffers(cache, [4], 3)

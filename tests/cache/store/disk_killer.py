@@ -28,7 +28,7 @@ def content(group: int, name: int) -> np.ndarray:
 
 
 def write(folder: Path, seed: int) -> None:
-    """Until it is killed."""
+    """Writes until it is killed."""
     random, disk = Random(seed), DiskPages(PAGE_BYTES, space(folder))
     pages = [[content(group, name) for name in range(NAMES)] for group in range(2)]
     for number in count():

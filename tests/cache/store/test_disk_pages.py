@@ -42,7 +42,7 @@ def put(disk: DiskPages, group: int, *names: int) -> None:
 
 
 def found(disk: DiskPages, group: int, *names: int) -> list[bool]:
-    """Which of these are there; each that is has its content."""
+    """Returns which of these pages are there. Each that is there must have its content."""
     targets = [np.empty(PAGE_BYTES[group], np.uint8) for _ in names]
     reading = Reading(group, [bytes([name]) for name in names], targets)
     disk.read([reading])
@@ -90,7 +90,7 @@ def test_a_page_of_another_fingerprint_is_not_adopted(tmp_path: Path) -> None:
 
 
 def test_a_changed_byte_is_a_miss_that_is_counted(tmp_path: Path) -> None:
-    """Wherever it is: in a page or in its header."""
+    """The byte is in a page or in its header."""
     random = Random(1)
     with opened(tmp_path) as disk:
         put(disk, 1, *range(8))

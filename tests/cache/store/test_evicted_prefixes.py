@@ -131,7 +131,8 @@ def test_pages_in_use_leave_no_room_to_come_back() -> None:
 
 
 def test_pages_that_take_longer_than_computing_stay() -> None:
-    """By bytes for each token that need not be computed; a prefix that lies in both places costs what it lacks."""
+    """Pages cost bytes for each token that need not be computed. A prefix that lies in both places costs what it
+    lacks."""
     cache = with_store()
     served(cache, A)
     served(cache, B)
@@ -145,7 +146,7 @@ def test_pages_that_take_longer_than_computing_stay() -> None:
 
 
 def test_a_reader_of_changes_knows_what_is_in_either_place() -> None:
-    """By following them, and anew."""
+    """The reader follows the changes, or begins anew."""
     cache, held, position = with_store(slots=7), set[int](), None
     for prompt in (A, B, A, [*A[:9], 5, *range(8)], B, A):
         served(cache, prompt)
@@ -175,7 +176,7 @@ def test_a_sequence_knows_what_came_back_for_it() -> None:
 
 
 def test_a_small_store_keeps_the_beginning() -> None:
-    """What is used last goes first, and that is the end of a prompt."""
+    """The page that was used last goes first, and that is the end of a prompt."""
     cache = with_store(slots=4)
     served(cache, A)
     served(cache, B)

@@ -61,7 +61,7 @@ def test_two_words_that_changed_places_are_noticed() -> None:
 
 
 def late_store(pools: list[torch.Tensor]) -> tuple[HostStore, LateLanes]:
-    """Whose copies are made once they are waited for."""
+    """Makes a store whose copies are made once they are waited for."""
     made: list[LateLanes] = []
 
     def make(*of: Any) -> LateLanes:
@@ -138,7 +138,7 @@ def test_what_follows_a_page_comes_up_with_it() -> None:
 
 
 def test_the_rate_is_that_of_copies_up() -> None:
-    """Of late ones, those most that moved most bytes."""
+    """Among late copies those count most that moved most bytes."""
     pools = pools_of()
     store = HostStore(pools, SLOTS)
     store.put(named(0, [1, 2, 3], [0, 1, 2]))

@@ -1,4 +1,5 @@
-"""What copy engines are asked to copy, and pieces in which memory is pinned: with a driver that copies at once."""
+"""Checks the copies that copy engines are asked for, and the pieces in which memory is pinned, with a driver that
+copies at once."""
 
 import ctypes
 from contextlib import nullcontext
@@ -56,7 +57,7 @@ def places(*of: int) -> np.ndarray:
 
 
 def test_pages_go_down_whole_and_come_up_by_layers(current: Stream) -> None:
-    """Of two groups; the second has one layer in the middle of the model."""
+    """There are two groups; the second has one layer in the middle of the model."""
     pools = [torch.randn(5, 3, 4), torch.randn(4, 1, 6)]
     memory = [torch.zeros(count, pool[0].nbytes, dtype=torch.uint8) for count, pool in zip((6, 2), pools, strict=True)]
     lanes = StreamLanes(pools, memory, [(0, 2, 3), (1,)], [0, 1, 3])

@@ -54,7 +54,7 @@ def test_ranks_divide_an_adapter_as_they_divide_its_weights(
 
 
 def load_all(workers: Workers, adapters: list[Path]) -> list[bytes]:
-    """Into workers whose ranks hold as much of an adapter as they like."""
+    """Loads adapters into workers whose ranks hold as much of an adapter as they like."""
     digests = []
     for adapter in adapters:
         request = worker_pb2.LoadAdapterRequest(epoch=EPOCH, name=adapter.name, path=str(adapter))

@@ -1,4 +1,4 @@
-"""What is told of a checkpoint without torch agrees with what loading it would say."""
+"""Checks that what is said of a checkpoint without torch agrees with what loading it would say."""
 
 import json
 from collections.abc import Callable
@@ -83,7 +83,7 @@ BROKEN: list[dict[str, object]] = [
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda fields: next(iter(fields)))
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_refused_fields_are_those_that_loading_refuses(tmp_path: Path, arch: str, broken: dict[str, object]) -> None:
-    """And of families like Llama all of them."""
+    """In families like Llama all such fields are refused early."""
     (tmp_path / "config.json").write_text(json.dumps({**config_fields(arch, "tiny", "float32"), **broken}))
     early, late = (
         said(first_checks, tmp_path, has_weights=False),
@@ -96,7 +96,7 @@ def test_refused_fields_are_those_that_loading_refuses(tmp_path: Path, arch: str
 
 
 def said(check: Callable[..., object], *arguments: object, **options: object) -> str:
-    """What an error says; empty without one."""
+    """Returns the text of an error; empty without one."""
     try:
         check(*arguments, **options)
     except ModelError as error:

@@ -38,7 +38,7 @@ def vocabulary() -> Inner:
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At most 8 are accepted of what there may be many."""
+    """Lowers the limits of things of which there may be many to 8."""
     monkeypatch.setattr(tokenizer_files, "MAX_ADDED", 8)
     monkeypatch.setattr(tokenizer_files, "MAX_TEMPLATES", 8)
 

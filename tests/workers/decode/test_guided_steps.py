@@ -131,7 +131,7 @@ def test_a_head_drafts_beside_guided_rows_and_changes_no_token(tmp_path: Path, c
 def test_a_guided_step_is_launched_before_its_masks_are_waited_for(
     folder: Path, captured: bool, speculation: SpeculationSettings, writer: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So a slow grammar is computed beside the forward, and not before it."""
+    """So a slow grammar is computed during the forward, and not before it."""
     pair = GuidedPair(folder, captured=captured, writer=writer, speculation=speculation)
     launched: list[int] = []  # steps, before each wait
 
@@ -147,7 +147,7 @@ def test_a_guided_step_is_launched_before_its_masks_are_waited_for(
 
 
 def test_guided_steps_of_the_same_rows_have_one_batch(folder: Path) -> None:
-    """What it knows of its rows is worked out once, and a record has it once."""
+    """What a batch knows of its rows is computed once, and a record has it once."""
     pair = GuidedPair(folder, captured=False, writer=PREFILL, speculation=NO_SPECULATION)
     pair.all_tokens()
     steps = [step.rows for step in pair.steps if step.rows is not None]

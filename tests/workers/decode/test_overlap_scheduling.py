@@ -46,12 +46,13 @@ NO_LOGPROBS: list[Any] = [None]
 
 
 def token_at(sequence: int, position: int) -> int:
-    """What the scripted model says; never 0 and never the same for neighbours."""
+    """Returns the scripted model's token; never 0 and never the same for neighbours."""
     return 1 + (37 * sequence + 11 * position) % 97
 
 
 class Held(NamedTuple):
-    """Of a sequence in a verify step: the position of the first token sampled, its rows, and those that held."""
+    """A sequence in a verify step: the position of the first token sampled, its rows, and the rows whose drafts were
+    accepted."""
 
     position: int
     rows: int
@@ -261,7 +262,7 @@ class Bench:
         return reservation, stream
 
     def follow(self) -> None:
-        """From now on verify steps can follow one another."""
+        """Lets verify steps follow one another from now on."""
         assert self.drafter is not None
         self.runner.next_drafts = ScriptedNextDrafts(self.drafter)
 

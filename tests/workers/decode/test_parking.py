@@ -60,7 +60,7 @@ class ParkingPair(LoopPair):
         return [request.request_id for request in self.decode._parking._parked]
 
     def let_go(self) -> None:
-        """Until nobody leaves any more."""
+        """Steps until nobody leaves any more."""
         for _ in range(10):
             self.step_decode()
             if not self.decode._parking._leaving and not self.decode._parking._copying:
@@ -263,7 +263,7 @@ def test_requests_take_pages_as_they_grow(folder: Path, oracle: dict[str, list[i
 
 
 def test_one_as_long_as_the_pool_ends(folder: Path, oracle: dict[str, list[int]]) -> None:
-    """Whatever comes beside it."""
+    """It ends whatever else runs."""
     pair = ParkingPair(folder, parking=OVERCOMMIT)
     most = 96 - len(LOW) + 1
     pair.begin("long", LOW, most)
@@ -278,7 +278,7 @@ def test_one_as_long_as_the_pool_ends(folder: Path, oracle: dict[str, list[int]]
 
 
 def test_what_host_memory_has_no_room_for_is_dropped(folder: Path, oracle: dict[str, list[int]]) -> None:
-    """So that the first one ends; the gateway places the others again."""
+    """So the first one ends; the gateway places the others again."""
     pair = ParkingPair(folder, parking=OVERCOMMIT, parked_slots=1)
     for name in ("a", "b", "c"):
         pair.begin(name, LOW, NUM_LOW)

@@ -1,4 +1,4 @@
-"""With overlap scheduling, chunks of prompts run behind decode steps, and nobody waits for them."""
+"""With overlap scheduling, chunks of prompts run after decode steps, and nobody waits for them."""
 
 from typing import Any, cast
 

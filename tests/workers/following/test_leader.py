@@ -1,4 +1,4 @@
-"""What a leader tells its followers, and what becomes of a follower that finds something else."""
+"""Checks what a leader sends its followers, and what happens to a follower that gets another result."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
@@ -76,7 +76,7 @@ class Pair:
         self.follower = Follower(cast(Engine, self.follow), transport, self.memory, 1)
 
     def act(self, name: str, argument: object) -> Any:
-        """At the leader, then at the follower."""
+        """Acts at the leader, then at the follower."""
         try:
             return self.lead_alone(name, argument)
         finally:

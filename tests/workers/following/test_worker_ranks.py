@@ -1,4 +1,4 @@
-"""What a process has as a rank: by its device what sums, and an end that leaves nobody waiting."""
+"""Checks how ranks meet on each device, and that their end leaves nobody waiting."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +27,7 @@ DEMO = Path(__file__).resolve().parents[3] / "cluster/tools/demo_model/checkpoin
 
 
 def ranks_of(rank: int = 0, sizes: tuple[int, ...] = (1, 2), **fields: Any) -> WorkerRanks:
-    """Of the second worker of two."""
+    """Makes the ranks of the second worker of two."""
     where = {
         "island": "island",
         "epoch": 1,

@@ -30,7 +30,7 @@ ACTIONS = (
 
 @dataclass
 class Known:
-    """What a gateway knows of a request."""
+    """A request as a gateway knows it."""
 
     prompt: int
     reservation: Reservation
@@ -89,7 +89,7 @@ class Gateway:
                 pair.decode.abort(request_id, writer_quiet=True)
 
     def _pages(self, reservation: Reservation) -> np.ndarray:
-        """Those that the writer is to write."""
+        """Returns the pages that the writer is to write."""
         wire = reservation.wire_map
         assert wire is not None
         position_map = decode_map(
@@ -102,7 +102,7 @@ class Gateway:
         return position_map.runs[0].slots() // PAGE
 
     def check_pages(self) -> None:
-        """What the writer writes, or may still write, is held for a writer."""
+        """Checks that pages that the writer writes, or may still write, are held for a writer."""
         writers = self.pair.caches[DECODE]._pools.allocators[0]._writers
         for request_id, known in self.known.items():
             if self._may_be_written(request_id, known):

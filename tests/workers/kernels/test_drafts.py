@@ -33,7 +33,7 @@ class Backend(NamedTuple):
         return torch.tensor(array, dtype=dtype, device=self.device)
 
     def histories(self, contexts: list[Int64Array], capacity: int = CAPACITY) -> Histories:
-        """Behind a context stands what would match."""
+        """Makes histories in which a match stands after each context."""
         tokens = np.stack([np.pad(one, (0, capacity - one.size), constant_values=one[-1]) for one in contexts])
         lengths = [one.size for one in contexts]
         surplus = [10 + sequence for sequence in range(len(contexts))]
@@ -73,7 +73,7 @@ class VerifyStep:
         )
 
     def accepted(self) -> list[tuple[int, list[int], int]]:
-        """For each sequence the position of its first row, the tokens found, and the number of other rows."""
+        """Returns for each sequence the position of its first row, the tokens found, and the number of other rows."""
         sequences: list[tuple[int, list[int], int]] = []
         begins = [*np.flatnonzero(self.preceding == 0), self.tokens.size]
         for begin, end in pairwise(begins):
@@ -87,8 +87,8 @@ class VerifyStep:
 
 
 def verify_step(rng: np.random.Generator, firsts: list[int], right: float, vocab: int = 3) -> VerifyStep:
-    """Of sequences whose first rows stand at these positions, with 1 to 6 rows each. right: how many drafted tokens
-    are what was sampled."""
+    """Makes a step of sequences whose first rows stand at these positions, with 1 to 6 rows each. right: the share of
+    drafted tokens that equal the samples."""
     counts = rng.integers(1, 7, len(firsts))
     preceding = np.concatenate([np.arange(count) for count in counts])
     sampled = rng.integers(0, vocab, preceding.size)
@@ -167,7 +167,7 @@ def test_a_right_token_behind_a_wrong_one_does_not_hold(backend: Backend) -> Non
 @pytest.mark.parametrize("max_ngram", [1, 2, 3, 5])
 @pytest.mark.parametrize("vocab", [2, 3, 12])
 def test_drafts_are_those_of_look_up(backend: Backend, vocab: int, max_ngram: int) -> None:
-    """For sequences in any order, some of which do not follow, and rows beyond a draft's end."""
+    """Sequences come in any order, and some do not follow. There are rows beyond a draft's end."""
     rng = np.random.default_rng(vocab * 10 + max_ngram)
     sizes = [1, 2, 3, 15, 16, 17, 33, CAPACITY, *rng.integers(1, CAPACITY, 6).tolist()]
     contexts = contexts_of(rng, sizes, vocab)
@@ -183,7 +183,7 @@ def test_drafts_are_those_of_look_up(backend: Backend, vocab: int, max_ngram: in
 
 
 def test_the_longest_match_wins_and_then_the_first(backend: Backend) -> None:
-    """Wherever the borders of blocks lie."""
+    """It does wherever the borders of blocks lie."""
     for begin in range(16):
         context = np.concatenate(
             (np.arange(50, 50 + begin), [3, 10], [2, 3, 11], [1, 2, 3, 12], [1, 2, 3, 13], [9, 1, 2, 3])
@@ -201,7 +201,7 @@ def test_no_token_without_an_embedding_is_filled_in(backend: Backend) -> None:
 
 
 def test_drafts_that_a_model_has_put_behind_the_histories(backend: Backend) -> None:
-    """Of some sequences, in another order, beside padding; up to the end of the memory."""
+    """Some sequences have drafts, in another order and beside padding, up to the end of the memory."""
     lengths = [1, 6, 18, 20]
     histories = backend.histories([np.arange(length) for length in lengths], capacity=20)
     before = histories.tokens.tolist()
@@ -219,7 +219,7 @@ def test_drafts_that_a_model_has_put_behind_the_histories(backend: Backend) -> N
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_chain_enters_what_stands_behind_the_histories(backend: Backend, ahead: int) -> None:
-    """Of some sequences, in another order, beside padding; up to the end of the memory."""
+    """Some sequences enter, in another order and beside padding, up to the end of the memory."""
     rng = np.random.default_rng(ahead)
     contexts = contexts_of(rng, [1, 6, 18, 20], vocab=9)
     histories = backend.histories(contexts, capacity=20)
@@ -247,7 +247,7 @@ def test_a_chain_enters_what_stands_behind_the_histories(backend: Backend, ahead
 
 @pytest.mark.parametrize("right", [0, 0.7, 1])
 def test_a_step_follows_as_if_the_host_had_read_the_one_before(backend: Backend, right: float) -> None:
-    """Over several steps, whose rows are sequences in the same order with unlike drafts."""
+    """It does over several steps, whose rows are sequences in one order with unlike drafts."""
     rng = np.random.default_rng(17)
     contexts = [rng.integers(0, 3, size) for size in rng.integers(1, 200, 6)]
     histories = backend.histories(contexts)

@@ -12,7 +12,7 @@ PROGRAMS = 2  # of a multiprocessor at once, so that one computes while the othe
 
 
 def registers() -> dict[str, int]:
-    """Of all threads of a program."""
+    """Returns the registers of all threads of a program."""
     from tandem.workers.kernels.triton import logits
 
     threads = 32 * logits.WARPS

@@ -61,8 +61,8 @@ class Case:
 
     @property
     def tolerance(self) -> float:
-        """What is rounded a little differently may become the neighbouring entry of 8 bits. Models with weights in 8
-        bits are wider here and round more often; a wrong scale gives 0.1 and more."""
+        """The tolerance of results. A small difference in rounding may give the neighbouring entry of 8 bits. Models
+        with weights in 8 bits are wider here and round more often; a wrong scale gives 0.1 and more."""
         if self.dtype == "bfloat16":
             return 0.025
         return 0.01 if self.fp8 else 0.003 if self.weights is None else 0.005
@@ -161,7 +161,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
 
 
 def emulate(build: Build, case: Case) -> Callable[[MegakernelShape, torch.device], dict[int, Launch]]:
-    """What choose_megakernels gives, on a CPU of few multiprocessors, for the case's number of rows."""
+    """Makes what choose_megakernels makes, on a CPU of few multiprocessors, for the case's number of rows."""
 
     def choose(shape: MegakernelShape, device: torch.device) -> dict[int, Launch]:
         assert shape.fits(case.blocks, case.rows)
@@ -221,7 +221,7 @@ def both_of(case: Case, build: Build, tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def naive_product(weights: ScaledLinear, x: Tensor) -> Tensor:
-    """By the dequantized weight, in float32."""
+    """Multiplies by the dequantized weight, in float32."""
     rows, columns = weights.weight.shape
     scales = weights.scales.repeat_interleave(weights.row_block, 0)[:rows]
     matrix = weights.weight.float() * scales.repeat_interleave(weights.group, 1)[:, :columns]

@@ -29,7 +29,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class EmulatedFunction:
-    """In place of driver.py's Function."""
+    """Stands in for driver.py's Function."""
 
     def __init__(self, run: Any, name: str, *, threads: int, shared_bytes: int) -> None:
         assert threads == 32 * WARPS

@@ -34,7 +34,7 @@ QWEN3 = ResidentShape(hidden=1024, intermediate=3072, heads=2048, qkv=4096, dtyp
 
 
 class EmulatedFunction:
-    """In place of driver.py's Function; launched: gets the names of those that are."""
+    """Stands in for driver.py's Function. launched: gets the names of launched functions."""
 
     def __init__(
         self, launched: list[str], run: Any, name: str, *, threads: int, shared_bytes: int, cluster: int
@@ -50,7 +50,7 @@ class EmulatedFunction:
 def emulate(
     folder: Path, multiprocessors: int, monkeypatch: pytest.MonkeyPatch, launched: list[str]
 ) -> Callable[[ResidentShape, torch.device], ResidentGemms]:
-    """What choose_resident_gemms gives, on a CPU of few multiprocessors."""
+    """Makes what choose_resident_gemms makes, on a CPU of few multiprocessors."""
 
     def choose(shape: ResidentShape, device: torch.device) -> ResidentGemms:
         defines = shape.defines(multiprocessors)

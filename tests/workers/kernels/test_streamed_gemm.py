@@ -1,4 +1,4 @@
-"""Which tiling multiplies which weight; the kernels themselves need a GPU: tests/gpu/test_streamed_gemms.py."""
+"""Checks which tiling multiplies which weight. The kernels themselves need a GPU: tests/gpu/test_streamed_gemms.py."""
 
 from unittest.mock import Mock
 

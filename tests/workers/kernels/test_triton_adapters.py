@@ -19,7 +19,7 @@ from tandem.workers.kernels.triton.adapters import TritonAdapters
 def matrices_of(
     slots: int, rank: int, ends: tuple[int, ...], columns: int, generator: torch.Generator
 ) -> AdapterMatrices:
-    """Of slots that lie in one memory, with other numbers between them."""
+    """Makes matrices of slots that lie in one memory, with other numbers between them."""
     a, b = len(ends) * rank * columns, ends[-1] * rank
     memory = torch.randn(slots, a + b + 7, generator=generator) / rank
     views = memory[:, :a].unflatten(1, (-1, columns)), memory[:, a : a + b].unflatten(1, (-1, rank))

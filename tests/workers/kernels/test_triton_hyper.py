@@ -35,7 +35,7 @@ def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def parameters_of(shape: tuple[int, int, int], count: int, scales: int) -> HyperParameters:
-    """Of which weights differ much from each other."""
+    """Draws parameters whose weights differ much from each other."""
     width = shape[1] * shape[2]
     scale = 1 + draw(scales, seed=4).abs()
     return HyperParameters(2 * draw(count, width, seed=2) / width**0.5, draw(count, seed=3), scale)

@@ -34,7 +34,7 @@ def test_inputs_come_from_the_host_or_from_the_last_step() -> None:
 def test_the_first_of_the_best_tokens_is_kept(
     dtype: torch.dtype, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By one program a row, two, or one a block."""
+    """Each row has one program, two, or one a block."""
     monkeypatch.setattr(triton_sampler, "BLOCK", 64)
     monkeypatch.setattr(triton_sampler, "MAX_PROGRAMS", programs)
     logits = torch.randint(-20, 20, (6, 203), generator=torch.Generator().manual_seed(3)).to(dtype)  # with equals
@@ -51,7 +51,7 @@ def test_the_first_of_the_best_tokens_is_kept(
 
 
 def test_rows_are_drawn_beside_rows_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is drawn is what is drawn without graphs; what stands behind the rows of a narrower step is nobody's."""
+    """The samples equal those without graphs. Rows after those of a narrower step are unused."""
     monkeypatch.setattr(triton_sampler, "BLOCK", 64)
     monkeypatch.setattr(triton_sampler, "SAMPLE_BLOCK", 64)
     logits = torch.randn(7, 203, generator=torch.Generator().manual_seed(5))

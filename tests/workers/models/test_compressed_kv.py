@@ -89,7 +89,7 @@ def test_short_and_long_sequences_beside_each_other(case: str, model: CachedMode
 
 
 def expected_entries(text: list[int], oracle: "PreTrainedModel") -> dict[tuple[str, int], Tensor]:
-    """By kind and layer what transformers' cache holds after `text`: of windows and inputs the last."""
+    """Returns by kind and layer what transformers' cache holds after `text`: of windows and inputs the last."""
     from transformers import DynamicCache
 
     cached = DynamicCache(config=oracle.config)
@@ -132,7 +132,7 @@ def check_entries(cache: TvmCache, sequence: int, expected: dict[tuple[str, int]
 @pytest.mark.gate("deepseek_v4-128")
 @torch.inference_mode()
 def test_random_programs_keep_what_transformers_keeps(case: str, saved: Path, oracle: "PreTrainedModel") -> None:
-    """What is in the pools is compared after each step."""
+    """The contents of the pools are compared after each step."""
     kinds, did = set[str](), set[str]()
     for seed in range(PROGRAMS):
         program = Program(seed, CachedModel(saved, "float32"), TEXTS[case] - 10)
@@ -260,7 +260,7 @@ def test_prefixes_forks_and_pops(case: str, model: CachedModel, oracle: "PreTrai
     ],
 )
 def test_other_fields_give_other_logits(tmp_path: Path, changes: dict[str, object]) -> None:
-    """That the tests above see each of them."""
+    """The tests above would notice each field."""
     saved = save_checkpoint("deepseek_v4", tmp_path)
     text = random_prompt(TEXTS["deepseek_v4"], 0)
     expected = last_logits(saved, text)

@@ -114,8 +114,7 @@ def test_forwards_by_token_give_the_logits_of_transformers(
 @torch.inference_mode()
 @pytest.mark.usefixtures("by_token")
 def test_the_kernels_of_a_gpu_give_the_logits_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In Triton's interpreter where there is no GPU: a prompt in two chunks, longer than the window, and steps in graph
-    buffers that complete entries of both kinds, of which more are there than are chosen."""
+    """Runs in Triton's interpreter where there is no GPU."""
     pytest.importorskip("triton")
     kernels = choose_token_kernels(torch.device("cuda"))
     monkeypatch.setattr(compressed_tokens, "choose_token_kernels", lambda device: kernels)

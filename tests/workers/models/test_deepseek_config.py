@@ -31,7 +31,7 @@ GLM = {**V32, "architectures": ["GlmMoeDsaForCausalLM"]}
 
 
 def test_deepseek(tmp_path: Path) -> None:
-    """What is absent is as in transformers."""
+    """Absent fields have transformers' defaults."""
     yarn = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 64, "mscale": 1, "mscale_all_dim": 0.5}
     v2 = load_config(write(tmp_path, {**V2, "q_lora_rank": None, "rope_scaling": yarn}))
     assert v2.latent is not None
@@ -55,7 +55,7 @@ def indexer_of(folder: Path, fields: dict[str, Any]) -> IndexConfig:
 
 
 def test_indexers(tmp_path: Path) -> None:
-    """What is absent is as in transformers; GLM's layers may share."""
+    """Absent fields have transformers' defaults; GLM's layers may share."""
     assert indexer_of(tmp_path, V32) == IndexConfig(64, 128, 2048, (0, 1, 2, 3, 4), interleaved=False)
     sizes = {"index_n_heads": 8, "index_head_dim": 32, "index_topk": 5}
     assert indexer_of(tmp_path, {**V32, **sizes}) == IndexConfig(8, 32, 5, (0, 1, 2, 3, 4), interleaved=False)
@@ -72,7 +72,7 @@ def test_indexers(tmp_path: Path) -> None:
 
 
 def test_null_is_false_where_transformers_takes_it_for_that(tmp_path: Path) -> None:
-    """And not the default, which is true."""
+    """Null is not the default, which is true."""
     v3 = load_config(write(tmp_path, {**V3, "norm_topk_prob": None, "rope_interleave": None}))
     assert v3.latent is not None
     assert v3.moe is not None

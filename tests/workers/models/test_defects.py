@@ -1,4 +1,4 @@
-"""What raises where nothing should: the request at hand fails, its caller hears of it, and nothing else is harmed."""
+"""Raises where nothing should. The request at hand fails, its caller gets an error, and nothing else is harmed."""
 
 from concurrent.futures import Future
 from pathlib import Path
@@ -18,7 +18,7 @@ OUTPUT = 3
 
 
 def raise_once(pair: LoopPair, pe: int, name: str, monkeypatch: pytest.MonkeyPatch, call: int = 2) -> None:
-    """In that call from now on of the cache's method."""
+    """Makes the cache's method raise in that call from now on."""
     cache, calls = pair.caches[pe], [0]
     method = getattr(cache, name)
 

@@ -49,7 +49,7 @@ def load(folder: Path) -> None:
 
 
 def error_of(folder: Path) -> str:
-    """What loading says."""
+    """Returns the error of loading."""
     with pytest.raises(ModelError) as caught:
         load(folder)
     assert len(str(caught.value)) < 1000
@@ -189,7 +189,7 @@ def test_a_shard_is_a_regular_file(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", [*FILES, INDEX])
 def test_a_link_to_nowhere_is_no_file_that_lacks(folder: Path, name: str) -> None:
-    """As an interrupted download leaves it in a hub cache."""
+    """An interrupted download leaves such a link in a hub cache."""
     if name == INDEX:
         (folder / SINGLE).unlink()
     (folder / name).unlink(missing_ok=True)

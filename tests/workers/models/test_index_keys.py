@@ -43,7 +43,8 @@ def test_tokens_at_any_split(model: CachedModel, oracle: "PreTrainedModel") -> N
 
 @torch.inference_mode()
 def test_short_and_long_sequences_beside_each_other(model: CachedModel, oracle: "PreTrainedModel") -> None:
-    """Those of at most as many positions as are chosen attend to all; one crosses that border while it decodes."""
+    """Sequences with at most as many positions as are chosen attend to all. One crosses that border while it
+    decodes."""
     texts = [random_prompt(length, length) for length in (3, 20, 24, 25, 70)]
     for sequence in range(len(texts)):
         model.cache.add_sequence(sequence)
@@ -102,7 +103,7 @@ def test_every_index_key_is_transformers(case: str, model: CachedModel, oracle: 
 
 
 def test_half_of_the_positions_chosen_gives_other_logits(saved: Path, oracle: "PreTrainedModel") -> None:
-    """That the tests above see what is chosen."""
+    """So the tests above notice what is chosen."""
     text = random_prompt(TEXT, 0)
     with torch.inference_mode():
         expected = oracle(torch.tensor([text])).logits[0, -1:]

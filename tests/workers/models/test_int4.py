@@ -127,7 +127,7 @@ def test_random_weights_are_drawn_in_the_form_of_the_config(
 
 
 def test_resident_bytes_are_those_of_the_files(tmp_path: Path) -> None:
-    """In the dtype of the scales: a zero takes a byte each, so groups are of 32 columns or more."""
+    """They are in the dtype of the scales. A zero takes a byte each, so groups are of 32 columns or more."""
     for case in (AWQ | {"group_size": 32}, as_awq(32)), (pack_quantized(32), as_pack_quantized(32)):
         save_checkpoint("llama", tmp_path)
         quantize_folder(tmp_path, *case)

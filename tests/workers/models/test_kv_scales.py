@@ -1,4 +1,4 @@
-"""Which scales a worker takes: the configuration's, the checkpoint's, or 1."""
+"""Checks which scales a worker takes: the configuration's, the checkpoint's, or 1."""
 
 from dataclasses import replace
 from pathlib import Path

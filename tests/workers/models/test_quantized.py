@@ -150,7 +150,7 @@ def test_every_byte_with_every_exponent_is_what_transformers_makes_of_it(tmp_pat
 
 
 def test_blocks_are_those_that_transformers_dequantizes(tmp_path: Path) -> None:
-    """Where blocks are whole: it takes no others."""
+    """Blocks are whole: transformers takes no others."""
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     save_quantized("qwen3-blocks", tmp_path)

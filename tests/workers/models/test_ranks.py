@@ -1,4 +1,4 @@
-"""What several ranks compute together, each with its shard of the weights, equals transformers: every family."""
+"""Checks that several ranks together, each with its shard of the weights, equal transformers: every family."""
 
 from functools import partial
 from pathlib import Path

@@ -23,11 +23,11 @@ SERVING = 2  # heads of the cases that serve others
 VALUE_DIM = {"kimi_linear": 10, "nemotron_h": 10, "qwen3_next": 20, "qwen3_5": 20}
 KEY_DIM = {"kimi_linear": 10, "nemotron_h": 12, "qwen3_next": 12, "qwen3_5": 12}
 Part = tuple[int, int, list[int]]
-"""Of numbers one behind the other: how many heads have them, how many each, and which heads are held."""
+"""Numbers in one row: how many heads have them, how many each, and the heads that are held."""
 
 
 def held(*parts: Part) -> list[int]:
-    """Where the numbers of the held heads stand."""
+    """Returns the places of the held heads' numbers."""
     begins = accumulate((count * each for count, each, _ in parts), initial=0)
     return [
         begin + head * each + number
@@ -38,8 +38,8 @@ def held(*parts: Part) -> list[int]:
 
 
 def by_key_head(values: int, heads: list[int], *parts: tuple[bool, int]) -> list[int]:
-    """Where all numbers of one key head stand behind those of another. parts: whether value heads have them, and how
-    many each."""
+    """Returns places where all numbers of one key head stand before those of the next. parts: whether value heads have
+    them, and how many each."""
     found, of_one = list[int](), values // SERVING
     whole = sum((of_one if of_values else 1) * each for of_values, each in parts)
     for key_head in sorted({head // of_one for head in heads}):
@@ -50,7 +50,8 @@ def by_key_head(values: int, heads: list[int], *parts: tuple[bool, int]) -> list
 
 
 def rows_of(case: str, values: int, heads: list[int]) -> dict[str, list[int]]:
-    """Of each tensor that ranks divide, by the first name behind the block's. values: how many heads there are."""
+    """Returns for each tensor that ranks divide, by the first name after the block's, the rows held. values: the number
+    of heads."""
     serving = sorted({head * SERVING // values for head in heads})
     one, wide = (values, 1, heads), (values, VALUE_DIM[case], heads)
     keys = (SERVING, KEY_DIM[case], serving)
@@ -86,7 +87,7 @@ def naive_part(case: str, name: str, stored: Tensor, shard: Shard) -> Tensor:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("case", VALUE_DIM)
 def test_each_rank_loads_its_heads(case: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four ranks two have the same of the heads that serve others."""
+    """With four ranks, each two hold the same heads that serve others."""
     monkeypatch.setattr(safetensors_file, "PART_BYTES", 1 << 10)  # more than one part each
     make_model(case, **sizes_for_ranks(case, size)).save_pretrained(tmp_path)
     config, files = load_config(tmp_path, "float32"), load_file(tmp_path / "model.safetensors")
@@ -102,7 +103,7 @@ def test_each_rank_loads_its_heads(case: str, size: int, tmp_path: Path, monkeyp
 
 
 def states_of(config: ModelConfig, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Those of recurrent layers' blocks."""
+    """Returns the weights of recurrent layers' blocks."""
     assert config.recurrent is not None
     begins = tuple(f"model.layers.{layer}.{config.recurrent.block}." for layer in config.recurrent.layers)
     return {name: weight for name, weight in weights.items() if name.startswith(begins)}

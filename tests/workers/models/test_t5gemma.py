@@ -34,7 +34,7 @@ PROMPTS = [(random_prompt(70, 1), [START, *random_prompt(60, 2)]), (random_promp
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_logits_equal_transformers(case: tuple[dict[str, Any], dict[str, Any]], tmp_path: Path) -> None:
-    """Behind encoders' prompts that are longer than the window and than a chunk, and decoders' in chunks."""
+    """Encoders' prompts are longer than the window and than a chunk, and decoders' prompts come in chunks."""
     model = save_t5gemma(tmp_path, *case)
     for row, (encoder, decoder) in zip(EncoderRunner(tmp_path).prefill(PROMPTS, chunk=20), PROMPTS, strict=True):
         ids, begin = torch.tensor([encoder]), torch.tensor([decoder])

@@ -39,7 +39,7 @@ def sharded(tmp_path: Path) -> Path:
 
 
 def load_places(folder: Path, dtype: str = "auto", load_format: str = "safetensors") -> dict[str, Tensor]:
-    """By load_parameters. Whatever that refuses, check_weights must refuse alike, and nothing else."""
+    """Loads by load_parameters. check_weights must refuse what that refuses, in the same words, and nothing else."""
     config = load_config(folder, dtype)
     if load_format == "safetensors":
         with pytest.MonkeyPatch.context() as patch:
@@ -90,7 +90,7 @@ def test_shards_written_by_transformers_load(tmp_path: Path) -> None:
 
 
 def test_one_file_goes_before_an_index(tmp_path: Path) -> None:
-    """As in transformers: it was saved over shards."""
+    """The file was saved over shards. transformers does likewise."""
     save_checkpoint("llama", tmp_path, max_shard_size="50KB")
     shards = weight_files(tmp_path)
     make_checkpoint(tmp_path / "other", "llama", "tiny", seed=3)
@@ -163,7 +163,7 @@ def test_tied_embeddings_are_one_tensor_though_the_head_is_stored(tmp_path: Path
 
 
 def test_a_stored_head_that_is_not_the_embedding_is_not_tied_to_it(tmp_path: Path) -> None:
-    """As in transformers, whatever tie_word_embeddings says."""
+    """transformers does likewise, whatever tie_word_embeddings says."""
     save_checkpoint("llama-tied", tmp_path)
     head = torch.randn(199, 64)
     rewrite(tmp_path, {"lm_head.weight": head})
@@ -176,7 +176,7 @@ def test_a_stored_head_that_is_not_the_embedding_is_not_tied_to_it(tmp_path: Pat
 
 
 def test_a_tensor_in_two_files_is_refused(sharded: Path) -> None:
-    """Which of them was read last would be chance."""
+    """Chance would decide which of them is read last."""
     shards = sorted(sharded.glob("model-*.safetensors"))
     first, last = load_file(shards[0]), load_file(shards[-1])
     name = next(iter(first))

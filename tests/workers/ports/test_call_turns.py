@@ -1,4 +1,4 @@
-"""Whose call begins next: connections that count what they pass on."""
+"""Checks which call begins next, with connections that count what they pass on."""
 
 import asyncio
 from dataclasses import dataclass, field

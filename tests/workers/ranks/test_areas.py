@@ -1,4 +1,4 @@
-"""Where ranks on GPUs meet without their transport: each finds the others' memory, over a driver that is a host's."""
+"""Checks how ranks on GPUs meet without their transport: each finds the others' memory, with a driver of the host's."""
 
 import ctypes
 import os

@@ -104,7 +104,7 @@ def part(rank: int, seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> Te
 
 
 def sum_of(size: int, seed: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Of all ranks' part(), in float32 in the order of ranks."""
+    """Sums all ranks' part(), in float32 in the order of ranks."""
     total = part(0, seed, shape, dtype).float()
     for rank in range(1, size):
         total = total + part(rank, seed, shape, dtype).float()

@@ -23,7 +23,7 @@ Body = Callable[[SharedRanks], Any]
 
 
 def run(size: int, body: Body, seconds: float = 30.0) -> list[Any]:
-    """What body gives on each of so many ranks, or the error that it raises."""
+    """Returns what body returns on each of so many ranks, or the error that it raises."""
     memory = mmap.mmap(-1, sums_bytes(size, SLOT))
     pipes = [FORK.Pipe(duplex=False) for _ in range(size)]
 

@@ -13,7 +13,7 @@ VOCAB = 40
 
 
 def greedy(sampler: EagerSampler, tokens: list[int], logprobs: int | None = None) -> PendingSamples:
-    """Of rows whose best tokens are these."""
+    """Samples rows whose best tokens are these."""
     logits = torch.eye(VOCAB)[tokens].to(DEVICE)
     batch = SampleBatch.from_params([SamplingParams(temperature=0, logprobs=logprobs)] * len(tokens))
     return sampler.sample(logits, batch, np.zeros(len(tokens), np.int64))

@@ -1,4 +1,4 @@
-"""What surrounds a capture; tests/gpu/test_prompts.py and test_steps.py capture."""
+"""Checks what surrounds a capture; tests/gpu/test_prompts.py and test_steps.py capture."""
 
 import gc
 

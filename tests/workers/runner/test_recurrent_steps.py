@@ -87,7 +87,7 @@ def test_steps_in_graphs_go_on_from_prompts_in_chunks(case: str, tmp_path: Path,
 @pytest.mark.long
 @pytest.mark.parametrize("case", ["kimi_linear", "kimi_linear-options"])
 def test_steps_beside_latents_go_on_from_prompts_in_chunks(case: str, tmp_path: Path, on_triton: list[int]) -> None:
-    """Without graph buffers, which the reference of latents has not."""
+    """There are no graph buffers, which the reference of latents has not."""
     folder = save_checkpoint(case, tmp_path)
     prompts = [random_prompt(2 * cut + 1, seed=cut) for cut in LENGTHS[:3]]
     expected = greedy_all(load_oracle(folder), prompts, 7)
@@ -125,7 +125,7 @@ def test_steps_in_graphs_leave_snapshots(tmp_path: Path, on_triton: list[int]) -
 
 
 def test_a_step_that_leaves_a_snapshot_is_not_prepared_early(tmp_path: Path, on_triton: list[int]) -> None:
-    """Of sequences that are being received: its page is set aside with the step itself."""
+    """The sequences are being received. The snapshot's page is set aside with the step itself."""
     of = PromptRunner(save_checkpoint("qwen3_next-options", tmp_path), None, TableKernels)
     (buffers,) = of.cache.graph_buffers([Limits.of_step(1, 4, 1)])
     for length in (2 * PAGE - 2, 2 * PAGE - 1, 2 * PAGE):
@@ -261,7 +261,7 @@ def sample(of: PromptRunner, logits: Tensor, lengths: Sequence[int]) -> list[lis
 
 
 def run_steps(of: PromptRunner, made: list[list[int]], program: Sequence[int]) -> None:
-    """So many of the sequences, from the first, in each step."""
+    """Runs steps, each with so many of the sequences, from the first."""
     before: list[int] = []
     pending: PendingSamples | None = None
     for count in program:

@@ -39,7 +39,7 @@ def rows() -> list[SamplingParams]:
 
 @pytest.mark.parametrize("overlaps", [True, False], ids=["in graphs", "eager"])
 def test_tokens_are_those_of_naive_rules(folder: Path, overlaps: bool) -> None:
-    """In graphs each step is launched before the tokens of the one before it are read."""
+    """In graphs each step is launched before the tokens of the step before are read."""
     params = rows()
     of = PromptRunner(folder, None, TableKernels)
     if overlaps:

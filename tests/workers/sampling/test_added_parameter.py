@@ -35,7 +35,7 @@ class MoreParams(SamplingParams):
 
 @pytest.fixture
 def added(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `least` in sampling_params.py and an argument of the reference would change."""
+    """Adds `least`, as a line in sampling_params.py and an argument of the reference would."""
     row, filtered = {**ROW, "least": np.float64}, reference._filtered
 
     def with_least(logits: Tensor, least: Tensor, **others: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def test_kernels_take_each_parameter_of_a_row() -> None:
 
 
 def test_no_other_file_names_a_filter() -> None:
-    """Of min_p, which only filters."""
+    """min_p, which only filters, is looked for."""
     named = {
         str(path.relative_to(ROOT))
         for folder in PRODUCT

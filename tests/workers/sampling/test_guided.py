@@ -101,7 +101,7 @@ def test_random_grammars(folder: Path, kind: str) -> None:
 
 
 def of_spaces(grammars: Grammars, tokenizer: Tokenizer, schema: dict[str, Any]) -> str:
-    """What a model writes that likes spaces best."""
+    """Returns the output of a model that likes spaces best."""
     *_, space = tokenizer.encode(" ")
     matcher, written = grammars.compile(Guided("json_schema", (json.dumps(schema),))), ""
     while not matcher.is_stopped() and len(written) < ENOUGH:

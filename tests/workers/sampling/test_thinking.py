@@ -19,7 +19,7 @@ LIMIT, MOST = 12, 60
 
 @pytest.fixture(scope="module", params=["no token", "a token", "a special token"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a tokenizer with tags of each kind: <t> and </t>."""
+    """Saves a checkpoint whose tokenizer has tags of each kind: <t> and </t>."""
     folder = tmp_path_factory.mktemp("thinking") / "model"
     make_checkpoint(folder, arch="qwen3", size="tiny", seed=1)
     path = folder / "tokenizer.json"
@@ -114,7 +114,7 @@ def test_thinking_ends_behind_so_many_tokens_wherever_a_request_is_placed_again(
 def test_behind_the_last_tag_masks_are_those_of_the_guide(
     grammars: Grammars, tokenizer: tokenizers.Tokenizer, seed: int
 ) -> None:
-    """But for line ends at the begin."""
+    """Line ends at the beginning are excepted."""
     random_one = random_guide(KINDS[seed % len(KINDS)], seed)
     guide = Guided(random_one.kind, (random_one.content,))
     opened, rng = seed % 4 > 0, np.random.default_rng(seed)

@@ -35,13 +35,13 @@ PARAMS: list[dict[str, Any]] = [
 
 
 def drawn(logits: torch.Tensor, params: list[SamplingParams], device: str = "cpu") -> list[int]:
-    """By torch's operations, where choose_sampler() is as it is on a CPU."""
+    """Samples with torch's operations, if choose_sampler() is unchanged, as on a CPU."""
     batch, positions = SampleBatch.from_params(params), np.arange(len(params))
     return EagerSampler(torch.device(device)).sample(logits.to(device), batch, positions).wait().token_ids.tolist()
 
 
 def both(logits: torch.Tensor, params: list[SamplingParams]) -> tuple[list[int], list[int]]:
-    """What the torch operations and the kernel draw."""
+    """Returns the samples of the torch operations and of the kernel."""
     expected = drawn(logits, params)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tandem.workers.runner.eager_sampler.choose_sampler", TritonSampler)
@@ -67,7 +67,7 @@ def test_draws_equal_those_of_torch(seed: int, block: int, monkeypatch: pytest.M
 def test_rows_that_are_not_finite_get_no_token(
     bad: float, tokens: slice, programs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever the bad logits stand; negative infinity is only bad where no token is possible."""
+    """The bad logits stand anywhere. Negative infinity is only bad where no token is possible."""
     monkeypatch.setattr(triton_sampler, "SAMPLE_BLOCK", 128)
     monkeypatch.setattr(triton_sampler, "BLOCK", 64)
     monkeypatch.setattr(triton_sampler, "MAX_PROGRAMS", programs)

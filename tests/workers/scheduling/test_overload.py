@@ -11,7 +11,7 @@ ROOMS = [1 << 40, 20_000]  # tokens
 
 
 def oldest_late(worker: Worker) -> Prompt | None:
-    """Of those that are there."""
+    """Returns the oldest late prompt that is there."""
     there = (*worker.scheduler._waiting, *worker.scheduler._running)
     late = [prompt for prompt in there if prompt.deadline <= worker.now]
     return min(late, key=lambda prompt: prompt.sequence_id, default=None)
@@ -21,7 +21,7 @@ def oldest_late(worker: Worker) -> Prompt | None:
 @pytest.mark.parametrize("room", ROOMS)
 @pytest.mark.parametrize("load", [1.0, 1.3, 2.0])
 def test_prompts_come_in_time_however_many_there_are(load: float, room: int) -> None:
-    """And the oldest late one is computed at one token in eight, at least."""
+    """The oldest late prompt is computed at one token in eight, at least."""
     worker = Worker(arrivals(load, SECONDS, 1.0), room)
     oldest, since, left = None, 0.0, 0
     for now in worker.steps():
@@ -37,7 +37,7 @@ def test_prompts_come_in_time_however_many_there_are(load: float, room: int) -> 
 
 @pytest.mark.parametrize(("load", "most"), [(1.0, 0.5), (1.3, 0.1), (2.0, 0.05)])
 def test_in_the_order_of_arrival_few_come_in_time(load: float, most: float) -> None:
-    """What targets are for: without them the same load leaves next to nothing."""
+    """Without targets the same load leaves next to nothing in time."""
     worker = Worker(arrivals(load, SECONDS, None))
     order = [worker.firsts for _ in worker.steps()][-1]
     assert [*order] == sorted(order)

@@ -1,4 +1,4 @@
-"""In which order prompts with targets for their first token are computed, without a clock."""
+"""Checks the order of prompts with targets for their first token, without a clock."""
 
 import math
 from collections.abc import Sequence
@@ -161,7 +161,7 @@ def test_the_order_of_arrival_is_back_once_the_last_target_has_gone() -> None:
 
 
 def test_prompts_come_and_go_between_two_orders() -> None:
-    """As where a request comes or ends before the next step."""
+    """A request may come or end before the next step."""
     steps = Steps()
     gone, stays = prompt("gone", 20, 1.0), prompt("stays", 20, 2.0)
     steps.add(gone, stays)
@@ -316,7 +316,7 @@ JOBS = st.lists(st.tuples(st.integers(1, 30), st.floats(0.0, 1.5)), min_size=1, 
 
 
 def feasible(jobs: Sequence[tuple[int, float]]) -> bool:
-    """By deadlines, which is the best order of jobs that are all to be in time."""
+    """Checks jobs in the order of deadlines, which is the best order of jobs that are all to be in time."""
     end = 0.0
     for tokens, deadline in sorted(jobs, key=lambda job: job[1]):
         end += tokens / RATE
@@ -327,7 +327,7 @@ def feasible(jobs: Sequence[tuple[int, float]]) -> bool:
 
 @given(jobs=JOBS)
 def test_the_most_prompts_come_in_time(jobs: list[tuple[int, float]]) -> None:
-    """As many as in the best of all choices."""
+    """They are as many as in the best of all choices."""
     entries = sorted(
         _Entry(deadline, number, tokens, prompt(str(number), tokens, None))
         for number, (tokens, deadline) in enumerate(jobs)

@@ -1,4 +1,4 @@
-"""What a scheduler hands out, for any order of prompts, ends and decode rows: without a device, a cache or a clock."""
+"""Checks a scheduler's batches for any order of prompts, ends and decode rows, without a device, a cache or a clock."""
 
 from dataclasses import dataclass, field
 from unittest.mock import MagicMock

@@ -24,7 +24,7 @@ def waves(step: int) -> int:
 
 
 def settled(steps: Steps) -> Steps:
-    """Those with chunks, once the model knows the device."""
+    """Returns the steps with chunks, once the model knows the device."""
     with_chunks = steps.chunks > 0
     with_chunks[:SETTLED] = False
     return Steps(steps.seconds[with_chunks], steps.chunks[with_chunks])
@@ -176,7 +176,7 @@ def test_what_prompts_take_is_known_beside_rows_and_alone() -> None:
 
 
 def test_prompts_have_a_rate_where_the_model_says_that_their_tokens_cost_nothing() -> None:
-    """What rows read decides how long a step takes, and after pauses of the host the next one seems to take no time."""
+    """The rows' reads decide how long a step takes. After pauses of the host the next step seems to take no time."""
     pace, random = TokenPace(BOUND, 64, SHARE), np.random.default_rng(0)
     costs_nothing = False
     for step in range(200):

@@ -1,4 +1,4 @@
-"""Which CUDA graphs a worker captures before it serves."""
+"""Checks which CUDA graphs a worker captures before it serves."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -66,7 +66,7 @@ def start(worker: Stub, request_id: str, reservation: worker_pb2.Reservation, **
 def generate(
     pair: Pair, request_id: str, prompt: Sequence[int] = PROMPT, max_tokens: int = 4, **sampling: Any
 ) -> Answer:
-    """On the decode worker alone."""
+    """Generates on the decode worker alone."""
     reservation = reserve(pair.decode, DECODE_PE, request_id, prompt, max_tokens)
     return Answer.of(start(pair.decode, request_id, reservation, max_tokens=max_tokens, **sampling))
 
@@ -177,7 +177,7 @@ def test_a_reader_that_goes_away_ends_the_prompt(pair: Pair, monkeypatch: pytest
 def test_a_prompt_without_room_to_grow_ends_with_an_error(
     pair: Pair, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the next one is served: nothing of it is left."""
+    """The next one is served: nothing of the first is left."""
     with monkeypatch.context() as patch:
 
         def narrow(self: Reservations, request: DecodeRequest) -> None:

@@ -1,4 +1,4 @@
-"""What a worker logs of a request names it, whichever part of it fails."""
+"""Checks that a worker's log lines name the request, whichever part fails."""
 
 import logging
 from collections.abc import Iterator
@@ -54,7 +54,7 @@ def test_a_failure_is_logged_with_the_request(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """And the request goes on: it is placed once more. On a busy machine a prompt can be sent before it was computed
+    """The request goes on: it is placed once more. On a busy machine a prompt can be sent before it was computed
     speculatively, so several are tried."""
     real, failures = getattr(part, method), iter([RuntimeError("as the test says")])
 

@@ -1,4 +1,4 @@
-"""What a lost gateway leaves with the workers: ended at once, and refused when it arrives late."""
+"""Checks that a lost gateway's requests on the workers end at once, and are refused when they arrive late."""
 
 import time
 from collections.abc import Iterator

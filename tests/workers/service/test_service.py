@@ -216,7 +216,7 @@ def test_more_than_the_pool_is_invalid(pair: Pair) -> None:
 
 
 def test_a_cancelled_reservation_is_taken_back_from_its_writer(pair: Pair) -> None:
-    """Without the gateway's help: the two workers settle it between themselves, and a late RemoteSend is refused."""
+    """The gateway does not help: the two workers settle it between themselves, and a late RemoteSend is refused."""
     reservation = pair.prepare("r")
     assert pair.abort(pair.decode, "r")
     pair.wait_until_free()
@@ -387,7 +387,7 @@ def test_a_layout_that_differs_is_refused(pair: Pair) -> None:
 
 
 def test_the_server_of_a_worker_that_leaves_ends_on_its_event_loop(folder: Path) -> None:
-    """From another thread gRPC closes a socket that the loop may just be about to read: `Bad file descriptor`."""
+    """On another thread gRPC would close a socket that the loop may just be about to read: `Bad file descriptor`."""
     threads: list[str] = []
     with running_island(folder, {"cache.num_pages": 16}, FakeIsland()) as island:
         leaving = island.workers[1]

@@ -73,7 +73,7 @@ def test_salts_of_adapters_differ() -> None:
 
 
 class Engine:
-    """What AdapterLoads asks of an engine, which reads what the test says."""
+    """The part of an engine that AdapterLoads uses. It reads what the test tells it to."""
 
     def __init__(self) -> None:
         self.read, self.ends = Future[Found](), 0

@@ -1,4 +1,4 @@
-"""What a worker reports of itself, and salts, at its own service."""
+"""Checks the reports of a worker, and salts, at its own service."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -66,7 +66,7 @@ def draft_mtp(model: Any, mtp: "MtpModel", context: Sequence[int], count: int) -
 
 @torch.inference_mode()
 def draft_eagle3(model: Any, tensors: dict[str, Tensor], context: Sequence[int], count: int) -> list[int]:
-    """As the paper has it, over all of the context at once, then over it and its own drafts."""
+    """Drafts as in the paper, over all of the context at once, then over it and its own drafts."""
     ids = torch.tensor([context])
     states = model(ids[:, :-1], output_hidden_states=True).hidden_states
     low, middle, high = 2, len(model.model.layers) // 2, len(model.model.layers) - 3
@@ -250,7 +250,7 @@ def test_the_logits_of_a_layer_are_those_of_transformers(mtp_folder: Path) -> No
 
 
 def test_experts_of_a_layer_may_be_stored_as_one_tensor(tmp_path: Path) -> None:
-    """Whatever the target's are stored as."""
+    """The target's experts may be stored in another way."""
     folder = save_mtp(tmp_path / "one by one", "qwen3_5_moe")
     joined = shutil.copytree(folder, tmp_path / "joined")
     tensors, block = load_file(folder / "model.safetensors"), "mtp.layers.0.mlp.experts"

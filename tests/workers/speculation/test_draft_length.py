@@ -81,7 +81,7 @@ def test_a_new_sequence_begins_as_others_went() -> None:
 @pytest.mark.parametrize("cost", [WAITING, COMPUTING, FOLLOWING, FOLLOWING_CHAIN])
 @pytest.mark.parametrize("rows", [1, 8, 32])
 def test_the_best_lengths_give_the_most_tokens_per_time(cost: Cost, rows: int) -> None:
-    """As if each drafted token that is tried stood for itself."""
+    """The tokens are counted as if each drafted token that is tried stood for itself."""
     best = best_lengths(cost, rows, 7)
     assert (best[0], best[100]) == (1, 7)
     assert list(best) == sorted(best), "the more holds, the longer"

@@ -1,4 +1,4 @@
-"""Which steps have drafts, of batches whose tokens are known beforehand; no model, no cache."""
+"""Checks which steps have drafts, for batches whose tokens are known beforehand, without a model or a cache."""
 
 from typing import NamedTuple
 
@@ -53,7 +53,7 @@ class Batches:
         self._follows, self._most, self._computes = follows, most, computes
 
     def _cost(self, rows: int, drafted: list[int]) -> float:
-        """In plain steps, of one with so many drafted tokens, by sequence."""
+        """Returns the cost, in plain steps, of a step with so many drafted tokens, by sequence."""
         if self._computes:
             of_most = float(np.interp(rows, *DRAFTED_BY_HEAD[self._following]) / np.interp(rows, *PLAIN))
             return self._of_head(rows) + of_most * max(drafted) / self._most
@@ -64,11 +64,11 @@ class Batches:
         return self._follows and self.steady
 
     def _of_head(self, rows: int) -> float:
-        """In plain steps, of a step in which it takes part."""
+        """Returns the head's cost, in plain steps, in a step in which it takes part."""
         return float(np.interp(rows, *HEADED) / np.interp(rows, *PLAIN)) - 1 if self._computes else 0.0
 
     def run(self, rows: int, length: int, steps: int, holds: Holds) -> Ran:
-        """So many sequences at a time, each of `length` tokens. tokens: of an average row."""
+        """Runs so many sequences at a time, each of `length` tokens. tokens: of an average row."""
         batch = DraftedBatch(self._speculation, rows, length, holds, steady=self.steady)
         verified, tokens, cost = 0, 0, 0.0
         for _ in range(steps):
@@ -112,7 +112,7 @@ def test_no_batch_is_slower_for_its_drafts(rows: int, holds: float, follows: boo
 @pytest.mark.parametrize("holds", [0.0, 0.2, 0.4, 0.5, 0.7])
 @pytest.mark.parametrize("rows", [8, 16, 32])
 def test_no_large_step_is_slower_for_its_drafts(rows: int, holds: float, follows: bool) -> None:
-    """Of so many drafted tokens that they take longer than the weights."""
+    """The drafted tokens are so many that they take longer than the weights."""
     assert Batches(256, follows=follows).run(rows, 200, 500, lambda number: holds).gain >= 0.98
 
 

@@ -23,7 +23,8 @@ NUM_PAGES = 120
 
 
 def pair_of(folder: Path, speculation: SpeculationSettings, *, sharing: bool) -> tuple[LoopPair, list[bool]]:
-    """And of each verify step that the decode worker launches whether it follows."""
+    """Returns a pair, and a list that gets, for each verify step that the decode worker launches, whether it
+    follows."""
     pair = LoopPair(folder, num_pages=NUM_PAGES, speculation=speculation, kernels=TableKernels, sharing=sharing)
     runner, launched = pair.runners[DECODE], list[bool]()
     runner.capture_steps(8, RunInOnePlace())

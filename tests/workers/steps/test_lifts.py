@@ -17,7 +17,7 @@ Wanted = list[tuple[int, list[bytes]]]
 
 
 class Disk:
-    """What Lifts asks of an engine. A prompt's pages are named by its first token."""
+    """The part of an engine that Lifts uses. A prompt's pages are named by its first token."""
 
     def __init__(self) -> None:
         self.numbers: dict[int, int] = {}  # by first token
@@ -98,7 +98,7 @@ def test_no_more_lifts_are_under_way_than_the_bound(monkeypatch: pytest.MonkeyPa
 def test_the_price_is_that_of_each_tier_by_its_bytes(
     host: int, disk: int, most: int | None, most_read: int | None, price: float
 ) -> None:
-    """Of a token of 10 bytes; most: bytes that come back while one is computed."""
+    """A token has 10 bytes. most: bytes that come back while one token is computed."""
     engine = SimpleNamespace(layout=SimpleNamespace(token_bytes=10))
     loop: Any = SimpleNamespace(
         engine=engine, has_disk=True, _most_bytes=lambda: most, _most_bytes_read=lambda: most_read

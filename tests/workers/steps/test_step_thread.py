@@ -28,7 +28,7 @@ class Gate:
 
 
 def stop_within_a_step(thread: StepThread, gate: Gate) -> None:
-    """So that commands posted during the step are not run."""
+    """Stops the thread within a step, so that commands posted during the step are not run."""
     stopping = threading.Thread(target=thread.stop)
     stopping.start()
     while not thread._stopping:
@@ -73,7 +73,7 @@ def test_many_commands_do_not_hold_up_steps(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_commands_not_run_fail_and_cancelled_ones_stay_cancelled() -> None:
-    """As after a server was stopped in the middle of calls: their handlers cancelled what they had posted."""
+    """A server was stopped in the middle of calls: their handlers cancelled what they had posted."""
     thread, gate = stuck()
     cancelled, waiting = thread.call(lambda: None), thread.call(lambda: None)
     assert cancelled.cancel()
@@ -88,7 +88,7 @@ def test_commands_not_run_fail_and_cancelled_ones_stay_cancelled() -> None:
 
 
 def test_a_command_posted_while_the_thread_ends_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the caller's first look and its putting the command there, all of stop() may happen."""
+    """Between the caller's first look and its put, all of stop() may happen."""
     thread, gate = stuck()
     gate.open.set()
     put = thread._inbox.put

@@ -134,7 +134,7 @@ def test_no_layer_asks_in_which_form_a_weight_is(case: str, tmp_path: Path) -> N
 
 
 def test_a_checkpoint_fills_whatever_a_weight_holds(tmp_path: Path) -> None:
-    """By the names of its tensors, and by rows where weights are fused."""
+    """It goes by the names of its tensors, and by rows where weights are fused."""
     config = load_config(save_checkpoint("llama", tmp_path), "float32")
     names = named_weights(config, widened(load_parameters(tmp_path, config), {}))
     prefix, rows = "model.layers.0.self_attn", config.num_kv_heads * config.head_dim

@@ -68,7 +68,7 @@ def test_each_weight_of_a_stack_multiplies_its_own_rows() -> None:
 
 
 def test_rows_of_a_block_keep_one_scale_and_others_their_own() -> None:
-    """For kernels: as many as a checkpoint has, where rows are in the order that it has."""
+    """Kernels get as many scales as a checkpoint has, if rows are in the checkpoint's order."""
     scales = torch.rand(3, 4).repeat_interleave(128, 0)[:300]
     compact, row_block = fp8._compact(scales)
     assert row_block == 128

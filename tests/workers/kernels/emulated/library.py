@@ -14,7 +14,8 @@ OPTIONS = ("-std=c++17", "-O2", "-march=native", "-ffp-contract=off", "-w", "-sh
 
 
 def library_builder(source: Path, folder: Path) -> Callable[[tuple[str, ...]], ctypes.CDLL]:
-    """What compiles `source` into `folder`, and loads it: once for each tuple of options of the compiler."""
+    """Returns a function that compiles `source` into `folder`, and loads it, once for each tuple of compiler
+    options."""
 
     @cache
     def build(options: tuple[str, ...]) -> ctypes.CDLL:

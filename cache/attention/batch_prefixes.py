@@ -29,9 +29,8 @@ class BatchPrefixes:
         self, rows: Int64Array, seq_lens: Int32Array, able: NDArray[np.bool_] | None = None
     ) -> SharedPrefixes | None:
         """Finds what rows (int64 [B]) with one new token each share. The same array must stand for the same sequences.
-        seq_lens: int32 [B], positions with the new token. able: bool [B], the rows that may share; None: all.
 
-        seq_lens: int32 [B], positions with it. able: bool [B], the rows that may share; None: all.
+        seq_lens: int32 [B], positions with the new token. able: bool [B], the rows that may share; None: all.
         """
         if self.rule is None or rows.size < 2:
             return None

@@ -209,9 +209,7 @@ class SequencePages:
     ) -> None:
         """Does what grow() does, for rows that were not shortened and so own their partial pages. Something changes
         only where a row begins a page, a page leaves a window, or a sequence has slid. slid: bool [B], the sequences
-        that have; None: none. each_one: whether each row grows by one position.
-
-        each_one: whether each grows by one position."""
+        that have; None: none. each_one: whether each row grows by one position."""
         if slid is None and self._steps is not None:
             changes = self._steps.plan(rows, lengths, new_lengths, queries)
             if changes is not None:

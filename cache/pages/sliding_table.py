@@ -83,10 +83,8 @@ class SlidingTable:
         in_flight: bool = False,
     ) -> Slides | None:
         """Plans what to evict from rows of `lengths` indices before `appends` more (int64 [B] each). None: nothing.
-        receive: of the appended positions, too, only what later forwards can see is stored. in_flight: pages that were
-        seen before the call are kept.
 
-        receive: of those appended too, only what later forwards can see is to be stored. in_flight: pages that were
+        receive: of the appended positions, too, only what later forwards can see is stored. in_flight: pages that were
         seen before the call are kept.
         """
         sliding = self.windows[rows].nonzero()[0]

@@ -114,7 +114,8 @@ def test_forwards_by_token_give_the_logits_of_transformers(
 @torch.inference_mode()
 @pytest.mark.usefixtures("by_token")
 def test_the_kernels_of_a_gpu_give_the_logits_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs in Triton's interpreter where there is no GPU."""
+    """Runs in Triton's interpreter where there is no GPU. A prompt in two chunks is longer than the window. Then steps
+    in graph buffers complete entries of both kinds, more of which are there than are chosen."""
     pytest.importorskip("triton")
     kernels = choose_token_kernels(torch.device("cuda"))
     monkeypatch.setattr(compressed_tokens, "choose_token_kernels", lambda device: kernels)

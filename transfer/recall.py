@@ -1,6 +1,6 @@
 """How a receiver takes a reservation back from its writer when no one else can say that the writer is quiet.
 
-One-sided both ways: it needs no gateway and no RPC. Behind its signal rows every mailbox has two lanes for each PE,
+One-sided both ways: it needs no gateway and no RPC. After its signal rows every mailbox has two lanes for each PE,
 which that PE alone writes: one for what it asks, one for what it answers. So two workers may write for each other at
 the same time.
 
@@ -34,7 +34,7 @@ def mailbox_rows(num_signals: int, num_pes: int) -> int:
 
 
 def num_request_rows(transport: Transport) -> int:
-    """Rows for reservations; behind them are what each PE asks, then what each PE answers."""
+    """Rows for reservations; after them are what each PE asks, then what each PE answers."""
     return transport.num_signals - LANES * transport.num_pes
 
 

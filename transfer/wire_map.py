@@ -56,7 +56,7 @@ def decode_map(
     caller knows the map must cover, each with a slot of its own. A receiver's map skips the positions of pages that
     the group no longer keeps when all has landed, and no others. That of a sequence that slides may skip those that its
     window does not show then. border: how many positions of the sequence are its encoder's, padding included: some
-    groups skip these, the others those behind.
+    groups skip these, the others those after.
     """
     expected_layout = layout if receiver is None else receiver
     try:

@@ -29,7 +29,7 @@ class LogSettings:
 
 
 class TextFormatter(logging.Formatter):
-    """Time, message and fields in one line, tracebacks behind it."""
+    """Time, message and fields in one line, tracebacks after it."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(message)s")
@@ -113,7 +113,7 @@ def close_log(handler: logging.Handler) -> None:
 
 
 def with_fields(**fields: object) -> dict[str, object]:
-    """`extra` of a log call: what a JSON line has as keys, and a text line as key=value behind the message."""
+    """`extra` of a log call: what a JSON line has as keys, and a text line as key=value after the message."""
     return {"fields": fields}
 
 

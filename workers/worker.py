@@ -372,7 +372,7 @@ class Worker:
         if self._ranks.follower is not None:
             self._step_thread = StepThread(self._ranks.follower, "step")
             self._step_thread.start()
-            self._step_thread.call(lambda: None)  # it begins to look for calls behind the first command
+            self._step_thread.call(lambda: None)  # it begins to look for calls after the first command
         if with_ranks is not None:
             return with_ranks
         return Engine(*parts) if recorder is None else WatchedEngine(*parts, recorder)

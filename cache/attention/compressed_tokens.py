@@ -163,7 +163,7 @@ def takes_by_token(groups: Sequence[GroupAttention], tokens: TokenLayout) -> boo
 
 def _of_step(group: GroupAttention, tables: DeviceTables, positions: Tensor) -> GroupTokens:
     firsts = tables.kv_indptr[:-1]
-    if group.table.every > 1:  # such groups let go of no page
+    if group.table.every > 1:  # such groups drop no page
         return GroupTokens(TokenPages(firsts, torch.zeros_like(firsts), tables.kv_indices), tables.slots)
     pages = tables.kv_indptr[1:] - firsts
     stored = (pages - 1) * group.table.page_size + tables.kv_last_page_len

@@ -92,7 +92,7 @@ class Batch(NamedTuple):
 
     encodes: the forward stores the encoder's entries of empty sequences, in a layout with an encoder, and nothing else
     but push is given. Its new positions are the encoder's, padded to whole pages. The caller calls
-    attention.store_given() once for each layer that keeps them, in order. Later forwards append behind the border, and
+    attention.store_given() once for each layer that keeps them, in order. Later forwards append after the border, and
     their read() of such a layer attends to all encoder_len entries.
     """
 
@@ -311,7 +311,7 @@ class Attention:
     def read_part(self, layer: int, q: Tensor, *, causal: bool = True) -> Part:
         """Attends like read(), and also returns the log-sum-exp of the scores, for merge().
 
-        causal: False: each token sees all positions of its sequence, also those behind its own; only in layers that
+        causal: False: each token sees all positions of its sequence, also those after its own; only in layers that
         keep all. InvalidArgument for sequences that slide or have an open token tree.
         """
         group, plan, index = self._find_stored(layer, Query(q))

@@ -40,7 +40,7 @@ class GroupAttention:
     def __post_init__(self) -> None:
         self.group, keeps = self.site.index, self.kind.keeps
         self.chunk, self.drops_past, self.given = keeps.chunk, keeps.drops_past, keeps.given
-        # Chunks end what sequences have in common; behind a border none begins with the first page index.
+        # Chunks end what sequences have in common; after a border none begins with the first page index.
         shares = self.chunk is None and self.encoder_lens is None
         self.prefixes = BatchPrefixes(self.table, self.backend.capabilities.sharing if shares else None)
         self.tables = PageLookUp(self.table, self.chunk)
@@ -115,7 +115,7 @@ class GroupAttention:
             hooked = plan.sends or plan.stored is not None
             return self.backend.run(plan, layer, x, partial(self._appended, plan, layer) if hooked else None)
         output = plan.own.run(plan, layer, x)
-        if plan.stored is not None:  # behind attention: between two kernels that overlap an event would part them
+        if plan.stored is not None:  # after attention: between two kernels that overlap an event would part them
             plan.stored.note(layer)
         return output
 

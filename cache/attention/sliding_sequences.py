@@ -48,7 +48,7 @@ class SlidingSequences:
 
     def check_rotated(self, window: int, sink: int, length: int) -> None:
         """InvalidArgument unless a sequence can slide whose first `length` positions are rotated: q is rotated as far
-        behind them as one of them stays, and rotations are known up to the longest sequence."""
+        after them as one of them stays, and rotations are known up to the longest sequence."""
         most = self._rotations.max_positions - (window - sink)
         if length > max(sink, most):
             raise InvalidArgument(
@@ -75,7 +75,7 @@ class SlidingSequences:
     def slid(
         self, rows: Int64Array, appends: Int64Array, *, receive: bool = False, in_flight: bool = False
     ) -> AbstractContextManager[PageIds]:
-        """Evicts what rows (distinct) let go of before `appends` more, see SlidingTable.plan_slides; undone when the
+        """Evicts what rows (distinct) drop before `appends` more, see SlidingTable.plan_slides; undone when the
         caller's block raises.
 
         Gives per group the pages that are gone, for the caller to release.

@@ -110,7 +110,7 @@ class Growth:
         return self._ones[:count]
 
     def foresee(self, seq_ids: tuple[int, ...]) -> TokenLayout | None:
-        """Clears what stands behind the ends of sequences that are being received: writers write before it. How their
+        """Clears what stands after the ends of sequences that are being received: writers write before it. How their
         next step's tokens are packed; None where it may need other pages than those reserved."""
         rows = self.table.rows(seq_ids)
         if rows.size == 0 or not self.table.receiving[rows].all():

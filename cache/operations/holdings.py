@@ -30,11 +30,11 @@ class PageCounts(NamedTuple):
 
     Pages of states, each of a whole sequence, count apart: state_pages, free_state_pages as above. snapshots: those of
     them that hold a state of an earlier position, for sequences or the prefix index, snapshot_bytes in all.
-    evicted_snapshots: those that the prefix index has let go of so far.
+    evicted_snapshots: those that the prefix index has dropped so far.
 
-    What begins with host_ is of the store behind the prefix index, see StoreCounts: host_bytes is its capacity.
+    What begins with host_ is of the store below the prefix index, see StoreCounts: host_bytes is its capacity.
     host_skipped_hits: prompts for which it had pages that were computed, because that took less time than copying them.
-    What begins with disk_ is of the disk behind that store, see DiskCounts: disk_bytes is its capacity.
+    What begins with disk_ is of the disk below that store, see DiskCounts: disk_bytes is its capacity.
     disk_skipped_hits: looks for a prompt's pages that found reading them slower than computing.
     What begins with parked is of the store of parked sequences: their number, its capacity, and the bytes that they
     take.

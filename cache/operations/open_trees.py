@@ -118,7 +118,7 @@ class OpenTrees:
             self._pages.cut(int(row), int(base) + path.size)
 
     def _check_chunks(self, name: str, base: int, num_nodes: int) -> None:
-        """A node is stored behind those before it, wherever in the text it stands: all have to see one chunk, and what
+        """A node is stored after those before it, wherever in the text it stands: all have to see one chunk, and what
         an entry for several positions would hold is not known before the commit."""
         for group, chunk in enumerate(self._chunks):
             room = num_nodes if chunk is None else chunk - base % chunk

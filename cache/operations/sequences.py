@@ -164,7 +164,7 @@ class SequenceCalls(Parts):
         salt: at most 16 bytes; only what was published with the same one is found. most_bytes: that a store may copy
         for each position that it makes the prefix longer; None: any number.
 
-        With an encoder, token_ids begin with its prompt, which is padded to whole pages. Only what was published behind
+        With an encoder, token_ids begin with its prompt, which is padded to whole pages. Only what was published after
         the same one is found, and nothing where not all of the encoder's pages are. Where a group keeps states, a
         prefix ends with a snapshot, which is copied into the sequence's own page; where that finds no room, nothing is
         found.
@@ -192,7 +192,7 @@ class SequenceCalls(Parts):
     def publish_prefix(self, sequence: int, token_ids: Sequence[int] | Int64Array, salt: bytes = b"") -> None:
         """Lets others share the full pages of a sequence that begins with token_ids; its KV must have been computed.
 
-        Of groups with a window those that the sequence still has: a page that a forward lets go of has to be published
+        Of groups with a window those that the sequence still has: a page that a forward drops has to be published
         before that forward begins.
 
         salt: as in match_prefix, where the sequence begins with what that found. Where a group keeps states, the
@@ -219,7 +219,7 @@ class SequenceCalls(Parts):
 
     def has_arrived(self, sequence: int) -> bool:
         """Whether the pages that match_prefix had copied back are there. A forward would wait for them, and with it
-        what is launched behind it."""
+        what is launched after it."""
         return self._fences.is_whole(self._table.row(sequence))
 
     @property
@@ -242,7 +242,7 @@ class SequenceCalls(Parts):
 
     def prefix_changes(self, since: int | None = None, *, stored: bool = False) -> PrefixChanges:
         """Keys of full pages in the prefix index: what came and went since an earlier answer's `position`. All keys for
-        None, or where that is too long ago. stored: of pages in the index or in the store behind it; none without."""
+        None, or where that is too long ago. stored: of pages in the index or in the store below it; none without."""
         return self._pools.prefixes.changes(since, stored=stored)
 
     def sequence(self, sequence: int) -> SequenceState:

@@ -1,4 +1,4 @@
-"""The face of a cache towards a disk behind its store, and the counts of both."""
+"""The face of a cache towards a disk below its store, and the counts of both."""
 
 from collections.abc import Sequence
 

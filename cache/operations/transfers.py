@@ -52,7 +52,7 @@ class TransferCalls(Parts):
     def mark_send(self, sequence: int, begin: int, position_map: PositionMap, target_pe: int) -> None:
         """Positions `begin` (where the map starts) … end of the map go to target_pe while they are computed, cached
         ones page to page with the next forward or send_cached(). InvalidArgument when the map asks for some that have
-        left a window here; a forward that would let go of some not yet sent is refused."""
+        left a window here; a forward that would drop some not yet sent is refused."""
         row = self._table.row(sequence)
         self._trees.check_closed(sequence)
         if self._writer is None:

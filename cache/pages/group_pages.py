@@ -28,7 +28,7 @@ class Appends:
     page_indexes: Int64Array
     """Page index of the next entry."""
     ends: Int64Array
-    """The page index behind the last, after the append."""
+    """The page index after the last, after the append."""
     wanted: Int64Array
     """Page index at which the pages end after the append, or the reservation if it ends later."""
     partial: Int64Array
@@ -100,7 +100,7 @@ class GroupPages:
                  [ full, may be shared ]  [ partial, may be shared ]  [ reserved, its own ]
 
     Nothing is ever written into a shared page, so only a partial one can be in the way; it is copied before it grows.
-    A reserved row with a window lets go of a page for each that it takes: its budget is enough for ever. What it shares
+    A reserved row with a window drops a page for each that it takes: its budget is enough for ever. What it shares
     counts as well: see PageUsers.
     """
 
@@ -113,7 +113,7 @@ class GroupPages:
     snapshots: StateSnapshots | None = None  # of a group that keeps the last state
 
     def open(self, row: int) -> None:
-        """An empty row begins where its first page will be: behind the border, unless the group keeps that side."""
+        """An empty row begins where its first page will be: after the border, unless the group keeps that side."""
         if not self.keeps.given:
             self.table.begins[row] = self.table.ends[row] = self.table.borders[row]
 
@@ -124,7 +124,7 @@ class GroupPages:
         return max(self.keeps.first_page_index(query, self.table.page_size, self.grain), border)
 
     def first_page(self, row: int) -> int:
-        """The first page of a row's text that no window has let go of, though its positions may be evicted."""
+        """The first page of a row's text that no window has dropped, though its positions may be evicted."""
         table = self.table
         return int(table.shown[row] if self.sliding.windows[row] else table.begins[row])
 
@@ -245,7 +245,7 @@ class GroupPages:
         self._replace(np.full(shared.size, row), shared, pages[added:])
 
     def state_page(self, row: int, length: int) -> Int32Array:
-        """int32 [1]: the page with what a row keeps behind its first `length` positions, of a group with a page for a
+        """int32 [1]: the page with what a row keeps after its first `length` positions, of a group with a page for a
         whole sequence. A snapshot, or the row's own."""
         found = None if self.snapshots is None else self.snapshots.find(row, length)
         return self.table.held(row, 0, 1) if found is None else np.array([found], np.int32)

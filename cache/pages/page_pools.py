@@ -171,7 +171,7 @@ class PagePools:
                 self.prefixes.evict(group, count - allocator.num_free)
 
     def retain(self, pages: PageIds) -> None:
-        """One sequence more uses `pages`. Where a group lets go of pages, it takes as much room as new ones would:
+        """One sequence more uses `pages`. Where a group drops pages, it takes as much room as new ones would:
         OutOfPages changes nothing."""
         owing = zip(self.users, pages, strict=True)
         self._check_room(self.none, [ids.size if users.owes else 0 for users, ids in owing])

@@ -1,4 +1,4 @@
-"""How many sequences use a page, and what each of them counts on when it lets go of one.
+"""How many sequences use a page, and what each of them counts on when it drops one.
 
 A reserved sequence with a window takes a page for each that leaves the window. A page that n sequences use comes back
 only with the last of them. So it is owed n - 1 times: each of the others takes another page in its stead.
@@ -19,7 +19,7 @@ class PageUsers:
     """The references that sequences hold to the pages of one layer group, beside those of the prefix index."""
 
     def __init__(self, allocator: PageAllocator, indexed: NDArray[np.bool_] | None = None) -> None:
-        """indexed: bool [num_pages], pages to which the prefix index holds a reference, of a group that lets go of what
+        """indexed: bool [num_pages], pages to which the prefix index holds a reference, of a group that drops what
         is past. None: the group keeps all, and owes nothing."""
         self.allocator = allocator
         self._indexed = indexed

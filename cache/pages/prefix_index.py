@@ -42,7 +42,7 @@ class IndexedPages:
         self.indexed = np.zeros(allocator.num_pages, np.bool_)
         self.entries = np.zeros(allocator.num_pages, np.int64)
         self.stamps = np.zeros(allocator.num_pages, np.int64)
-        self.generations = np.zeros(allocator.num_pages, np.int64)  # how often the index has let go of a page
+        self.generations = np.zeros(allocator.num_pages, np.int64)  # how often the index has dropped a page
         self.goes_alone = span.drops_past or span.last  # a page whose entry may stay without it
         self.num_dropped = 0
 
@@ -61,11 +61,11 @@ class PrefixIndex:
     """Full pages by the digest of their salt and of all tokens up to their end: see digest_chain.
 
     An entry stands for page_size positions. It names a page in each layer group, or none where a group with a window
-    has let go of it, or where a group with states has no snapshot. A page that covers several entries is named by the
+    has dropped it, or where a group with states has no snapshot. A page that covers several entries is named by the
     last of them. The index holds one reference to each, so a page that nobody else uses has exactly one. A prefix of n
-    pages is found where each group has the pages that a query behind it needs: all of them, the last of a window, or
-    the snapshot behind page n. So n is a multiple of what the coarsest page covers. A border divides the pages of an
-    encoder from those behind: a group has pages on one side of it, and a prefix has all of the encoder's.
+    pages is found where each group has the pages that a query after it needs: all of them, the last of a window, or
+    the snapshot after page n. So n is a multiple of what the coarsest page covers. A border divides the pages of an
+    encoder from those after: a group has pages on one side of it, and a prefix has all of the encoder's.
 
     A page is stamped when it is matched or published, a page later than those that follow it in its prefix: the least
     recently used page is a leaf, or one whose followers are in use. An entry goes with its page in a group that keeps
@@ -109,12 +109,12 @@ class PrefixIndex:
 
     @property
     def generations(self) -> tuple[Int64Array, ...]:
-        """int64 [num_pages] of each group: how often the index has let go of a page; to be read only."""
+        """int64 [num_pages] of each group: how often the index has dropped a page; to be read only."""
         return tuple(group.generations for group in self._groups)
 
     @property
     def num_dropped(self) -> tuple[int, ...]:
-        """Pages of each group that the index has let go of so far."""
+        """Pages of each group that the index has dropped so far."""
         return tuple(group.num_dropped for group in self._groups)
 
     @property
@@ -169,7 +169,7 @@ class PrefixIndex:
 
     def match(self, digests: Sequence[bytes], border: int = 0) -> tuple[int, tuple[Int32Array, ...]]:
         """How many pages the longest known prefix has, of those that digests() names, and per group those that a query
-        behind it needs, which are its last on the group's side of the border; the caller retains them at once. border:
+        after it needs, which are its last on the group's side of the border; the caller retains them at once. border:
         how many pages are an encoder's, whose prompt is in the salt."""
         pages = _known(self._pages_of(digests))
         length, begins = self._longest(pages, border)
@@ -311,7 +311,7 @@ class PrefixIndex:
         return digest in self._entries or (self.store is not None and self.store.has(digest))
 
     def _put_down(self, group: int, pages: Int32Array) -> None:
-        """Pages of a group that the index is about to let go of."""
+        """Pages of a group that the index is about to drop."""
         if self.store is None or not pages.size:
             return
         of = self._groups[group]
@@ -324,7 +324,7 @@ class PrefixIndex:
         self._reach.remove(_keys(list(dict.fromkeys(one for one in forgotten if not self._knows(one)))))
 
     def _longest(self, pages: Int32Array, border: int) -> tuple[int, list[int]]:
-        """The most of n pages (int32 [groups, n], NO_PAGE where there is none) behind which a query finds all that it
+        """The most of n pages (int32 [groups, n], NO_PAGE where there is none) after which a query finds all that it
         needs, and the first page index that it needs in each group."""
         ends = np.arange(pages.shape[1] + 1)
         found = (ends >= border) | (ends == 0)
@@ -364,7 +364,7 @@ class PrefixIndex:
 
 
 def _known(pages: Int32Array) -> Int32Array:
-    """pages [groups, n] without the last ones that are NO_PAGE in all groups: what a chunk begins behind is needed by
+    """pages [groups, n] without the last ones that are NO_PAGE in all groups: what a chunk begins after is needed by
     nobody, known or not."""
     return pages[:, : np.flatnonzero((pages != NO_PAGE).any(0)).max(initial=-1) + 1]
 

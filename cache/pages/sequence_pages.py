@@ -105,7 +105,7 @@ class SequencePages:
                 )
 
     def check_unsent(self, seq_ids: Sequence[int], rows: Int64Array, appends: Int64Array, marks: SendMarks) -> None:
-        """InvalidArgument where growing by `appends` (int64 [B]) would let go of what a row is to send and has not: a
+        """InvalidArgument where growing by `appends` (int64 [B]) would drop what a row is to send and has not: a
         group with a window knows only what later queries see, and one with states that of the last position."""
         if marks.count == 0 or not (self._dropping or self._layout.recurs):
             return
@@ -375,7 +375,7 @@ class SequencePages:
 
     def publish(self, row: int, token_ids: Int64Array, salt: bytes) -> None:
         """The prefix index gets the full pages of a row's first positions, of groups with states its snapshots. Where
-        none are taken, nobody could go on behind the pages, and it gets nothing."""
+        none are taken, nobody could go on after the pages, and it gets nothing."""
         if self._layout.recurs and not self._rule.most:
             return
         size, num_pages = token_ids.size, token_ids.size // self._page_size

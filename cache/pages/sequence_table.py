@@ -49,7 +49,7 @@ class SequenceTable:
     last page, partly used, may be another's too, for else what is shared is full pages. groups: pages, per layer group.
     arriving: the number of the last copy up of a row's pages, see PageCopies. fetched: positions of those pages.
     lifted: those of them that came from a disk.
-    encoder_lens: positions of each row's encoder. borders: the page index behind these; both 0 without an encoder.
+    encoder_lens: positions of each row's encoder. borders: the page index after these; both 0 without an encoder.
     """
 
     def __init__(self, paging: Sequence[Paging], max_sequences: int, max_length: int, page_size: int) -> None:
@@ -121,7 +121,7 @@ class SequenceTable:
             raise InvalidArgument(f"sequence {sequence} is not there; add_sequence makes one") from None
 
     def slide(self, row: int, sliding: Sliding) -> None:
-        """A row that holds all its positions, but for those that windows have let go of, slides from now on."""
+        """A row that holds all its positions, but for those that windows have dropped, slides from now on."""
         for group in self.groups:
             group.shown[row] = group.begins[row]
         self.sliding.enable(row, sliding)
@@ -131,7 +131,7 @@ class SequenceTable:
             raise InvalidArgument(f"sequence {sequence} would have {length} positions; 0 … {self.max_length} fit")
 
     def border(self, row: int) -> int:
-        """The first position behind the encoder's of a row, which fill whole pages."""
+        """The first position after the encoder's of a row, which fill whole pages."""
         return int(self.borders[row]) * self.page_size
 
     def num_positions(self, row: int) -> int:

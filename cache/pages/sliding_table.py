@@ -1,6 +1,6 @@
 """Sequences with a sliding window and attention sinks (StreamingLLM; Xiao et al., 2023), and what they still store.
 
-Before a forward the oldest positions behind the sinks are evicted until, with what it appends, at most `window` are
+Before a forward the oldest positions after the sinks are evicted until, with what it appends, at most `window` are
 there. Rows that evict after a forward do so until `window` are there without what the next one appends. Rows keep what
 is left at consecutive indices, so that they never get longer, whole pages at a time:
 

@@ -12,8 +12,8 @@ from tandem.cache.plan.tables import NO_WRITES, StateWrites
 
 
 class Snapshot(NamedTuple):
-    """The state behind `position` positions. generation: of the page, which gets the next one when the prefix index
-    lets go of it."""
+    """The state after `position` positions. generation: of the page, which gets the next one when the prefix index
+    drops it."""
 
     position: int
     page: int
@@ -56,7 +56,7 @@ class StateSnapshots:
 
     @property
     def num_evicted(self) -> int:
-        """Snapshots that the prefix index has let go of so far."""
+        """Snapshots that the prefix index has dropped so far."""
         return self._pools.prefixes.num_dropped[self._group]
 
     def fall_behind(self, rows: Int64Array, lengths: Int64Array) -> None:
@@ -70,7 +70,7 @@ class StateSnapshots:
         return next(((place, self._behind[int(rows[place])]) for place in places), None)
 
     def stands_at(self, row: int, length: int) -> bool:
-        """Whether the state in a row's own page is that behind `length` positions, though the row has more."""
+        """Whether the state in a row's own page is that after `length` positions, though the row has more."""
         return self._behind.get(row) == length
 
     def before_drafts(self, rows: Int64Array, lengths: Int64Array, appends: Int64Array) -> list[BeforeDrafts]:
@@ -110,7 +110,7 @@ class StateSnapshots:
         return StateWrites(*np.array(writes, np.int64).reshape(-1, 3).T)
 
     def find(self, row: int, position: int) -> int | None:
-        """The page with the state of a row behind `position` positions; None where there is none."""
+        """The page with the state of a row after `position` positions; None where there is none."""
         indexed = self._pools.prefixes.indexed[self._group]
         for one in self._held.get(row, ()):
             if one.position == position:

@@ -13,7 +13,7 @@ from tandem.cache.plan.arrays import Int32Array, Int64Array, address_of
 from tandem.cache.plan.spans import Span
 
 SOURCE = Path(__file__).parents[1] / "kernels" / "native" / "page_tables.c"
-GOING = 2  # pages that a row lets go of at most, on average over the rows of a step
+GOING = 2  # pages that a row drops at most, on average over the rows of a step
 CHANGED = 2  # what plan_step returns where something changes
 POINTER, INT32, INT64 = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
 
@@ -100,7 +100,7 @@ class StepGrowth:
         self, rows: Int64Array, lengths: Int64Array, new_lengths: Int64Array, queries: Int64Array
     ) -> list[StepChange] | None:
         """Plans each group's changes when rows (int64 [B], B ≥ 1) of `lengths` grow to new_lengths, seen by `queries`,
-        int64 [B] each. Returns an empty list if nothing changes. None where more pages go than a step lets go of. The
+        int64 [B] each. Returns an empty list if nothing changes. None where more pages go than a step drops. The
         arrays hold until the next call."""
         count, groups, room = rows.size, len(self._groups), GOING * rows.size
         at = address_of(lengths)

@@ -20,7 +20,7 @@ class Kind(ABC):
     """A frozen dataclass: the shape of an entry, its span, and what follows from both.
 
     An entry is `planes` times [num_kv_heads, head_dim], of `dtype`; None: of the layout's. keeps: which entries later
-    queries need; pages of others are let go of. Kinds are equal exactly where their pages mean the same, and their
+    queries need; pages of others are dropped. Kinds are equal exactly where their pages mean the same, and their
     repr goes into the layout's fingerprint.
     """
 
@@ -30,7 +30,7 @@ class Kind(ABC):
     planes: int = 2
     dtype: torch.dtype | None = None
     replicas: int = 1
-    """Ranks of a shard that keep the same heads, one behind the other."""
+    """Ranks of a shard that keep the same heads, one after another."""
 
     attended = True
     """Whether layers attend to the entries: a layer stands in one such group. Others stand beside that group."""

@@ -2,7 +2,7 @@
 head's K and V are made.
 
 K of a head is [made of the latent, key_dim | rotated, shared by the heads]; V is made of the latent. Queries can meet
-the stored rows as they are, once the map of K is multiplied into them and that of V behind the softmax (absorbed), or
+the stored rows as they are, once the map of K is multiplied into them and that of V after the softmax (absorbed), or
 K and V are made first (expanded). Both give the same.
 """
 

@@ -129,7 +129,7 @@ class KVLayout:
 
     @cached_property
     def drops_past(self) -> bool:
-        """Whether pages of some group are let go of as a sequence grows."""
+        """Whether pages of some group are dropped as a sequence grows."""
         return any(group.keeps.drops_past for group in self.groups)
 
     def page_shape(self, group: int) -> tuple[int, int, int, int, int]:

@@ -1,7 +1,7 @@
 """Spans: which entries of a sequence a layer group keeps. Entry i of a group is that of position i, or, in a group that
 keeps an entry for `every` positions, of positions i · every … (i + 1) · every - 1, once all of them are there.
 
-Page index i holds the entries i · page_size … (i + 1) · page_size - 1. Pages are let go of as a whole, and later than a
+Page index i holds the entries i · page_size … (i + 1) · page_size - 1. Pages are dropped as a whole, and later than a
 query could spare them: what a query at the start of the query's page needs stays until a query stands in the next page.
 So a prefix that ends with full pages can be shared. Where groups have pages of unlike numbers of positions, that is the
 start of the coarsest page: `grain` is its number of positions.
@@ -21,7 +21,7 @@ class Span(ABC):
     """What the queries of a layer group need of a sequence. Allocator, plan, position map and transfer ask it."""
 
     drops_past = False
-    """Whether entries leave the span as a sequence grows, so that their pages are let go of."""
+    """Whether entries leave the span as a sequence grows, so that their pages are dropped."""
     given = False
     """Whether the entries are those of an encoder: see Given."""
     last = False
@@ -160,10 +160,10 @@ class Chunk(Span):
 
 @dataclass(frozen=True)
 class Given(Span):
-    """The entries of an encoder, before the border of their sequence: every query behind the border needs all of them.
+    """The entries of an encoder, before the border of their sequence: every query after the border needs all of them.
 
     A sequence of a layout with such groups begins with its encoder's positions, padded to whole pages: see
-    PagedKVCache.encode. Its other groups keep what is behind the border. So each position has an entry in one kind.
+    PagedKVCache.encode. Its other groups keep what is after the border. So each position has an entry in one kind.
     """
 
     given = True

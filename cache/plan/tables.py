@@ -83,7 +83,7 @@ class TokenLayout:
 
     @property
     def rope_positions(self) -> Int64Array:
-        """int64 [T]: where each token stands in its text: a node as many positions behind the base as its depth."""
+        """int64 [T]: where each token stands in its text: a node as many positions after the base as its depth."""
         positions = self.positions.astype(np.int64)
         if self.trees is not None:
             trees = self.trees
@@ -103,7 +103,7 @@ class EntryLayout(TokenLayout):
 
 
 class StateWrites(NamedTuple):
-    """Snapshots of states that one forward writes, int64 [n] each: of sequences[i] of the batch, the state behind its
+    """Snapshots of states that one forward writes, int64 [n] each: of sequences[i] of the batch, the state after its
     first tokens[i] new tokens goes to pages[i]. Those of one sequence stand together, in the order of their tokens."""
 
     sequences: Int64Array

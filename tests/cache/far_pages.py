@@ -1,4 +1,4 @@
-"""Pages behind more elements of their pool than 32 bits can count. What is before them is never touched: it takes no
+"""Pages after more elements of their pool than 32 bits can count. What is before them is never touched: it takes no
 memory on a CPU."""
 
 import torch

@@ -235,7 +235,7 @@ class Side:
         return min(self.first_page_indexes(query)) * self.cache.layout.page_size
 
     def is_shown(self, sequence: int, length: int) -> bool:
-        """Whether the windows of the groups show nothing at `length` that they have let go of."""
+        """Whether the windows of the groups show nothing at `length` that they have dropped."""
         queries = max(length, self.known[sequence].queries)
         return self.first_page_indexes(length) == self.first_page_indexes(queries)
 

@@ -13,7 +13,7 @@ from tandem.cache.store.stream_lanes import strips
 
 
 class LateCopy:
-    """Its stages are made when somebody waits for them, behind the copies before it on its lane."""
+    """Its stages are made when somebody waits for them, after the copies before it on its lane."""
 
     def __init__(self, before: "LateCopy | None", behind: Sequence[Copy], stages: list[Callable[[], None]]) -> None:
         self._before, self._behind, self._stages, self._num_done = before, behind, stages, 0
@@ -82,7 +82,7 @@ class LateLanes:
 
 
 def keep_late(cache: PagedKVCache, slots: Sequence[int], seed: int | None, *, verify: bool = False) -> HostStore:
-    """A store behind a cache, whose copies are late. Pages come up in a stage for each two layers. seed: of those that
+    """A store below a cache, whose copies are late. Pages come up in a stage for each two layers. seed: of those that
     are made early; None: none is."""
     pools = [group.site.pool for group in cache._groups]
     layers = [group.layers for group in cache.layout.groups]

@@ -2,7 +2,7 @@
 
 Each step is one call, or one forward, on one side, drawn from a seed. What a cache holds and computes is compared with
 an Oracle that learns of each token what it follows, and with the rules of the API for what must be refused. Every other
-program has a store behind its prefix index.
+program has a store below its prefix index.
 """
 
 from collections.abc import Callable

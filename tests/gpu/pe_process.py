@@ -75,7 +75,7 @@ class Pe:
         return [fence.is_quiet() for fence in self.fences]
 
     def run_beside_a_push(self, target: int, group: int, slots: Int32Array) -> bool:
-        """Whether work queued behind write_slots ends before the write does, which waits for a long kernel."""
+        """Whether work queued after write_slots ends before the write does, which waits for a long kernel."""
         self.transport.write_slots(target, group, slots, slots)
         torch.zeros(1, device=self.device)
         self.transport.quiet(target)  # kernels are loaded when first launched, which waits for all that runs
@@ -88,7 +88,7 @@ class Pe:
         return not fence.is_quiet()
 
     def write_while_storing(self, target: int, group: int, source_slots: Int32Array, target_slots: Int32Array) -> bool:
-        """write_slots of pages whose layers are written one by one, the last behind a long kernel; another such kernel
+        """write_slots of pages whose layers are written one by one, the last after a long kernel; another such kernel
         follows. Whether all layers but that were there before it was stored."""
         pool, peer = self.transport.pools[group], self.transport.peer_pool(target, group)
         assert peer is not None
@@ -112,7 +112,7 @@ class Pe:
         return not last.query()
 
     def post_of_tensor(self, target: int, slot: int, signal: int, payload: int) -> bool:
-        """Posts a payload that a kernel behind a long one makes, and another then writes over; whether it returned
+        """Posts a payload that a kernel after a long one makes, and another then writes over; whether it returned
         before."""
         word = torch.zeros((), dtype=torch.int64, device="cuda")
         early = False
@@ -164,7 +164,7 @@ class Pe:
         return before
 
     def store_into_peer(self, target: int, group: int, page: int) -> None:
-        """Own page to the same page of the peer, by a copy on the current stream behind a long kernel."""
+        """Own page to the same page of the peer, by a copy on the current stream after a long kernel."""
         pool = self.transport.peer_pool(target, group)
         assert pool is not None
         torch.cuda._sleep(20_000_000)

@@ -37,7 +37,7 @@ def steps(model: CachedModel, tokens: list[int], count: int) -> list[list[int]]:
 
 
 def begun(model: CachedModel) -> list[int]:
-    """The first token behind each prompt."""
+    """The first token after each prompt."""
     first = list[int]()
     for sequence, length in enumerate(LENGTHS):
         model.cache.add_sequence(sequence)

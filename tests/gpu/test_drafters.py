@@ -167,7 +167,7 @@ class Drafting:
         return drafted, self.runner.verify(list(PROMPTS), tokens, SAMPLING, positions)
 
     def _follow(self, step: int, before: list[Int64Array]) -> tuple[PendingSamples, PendingSamples]:
-        """Drafts, and a verify step of them, behind one of the drafts `before` that is not read."""
+        """Drafts, and a verify step of them, after one of the drafts `before` that is not read."""
         counts = np.array(LENGTHS[step % len(LENGTHS)])
         assert self.runner.drafts is not None
         drafting = self.runner.drafts.draft_behind(list(PROMPTS), counts, SAMPLING)

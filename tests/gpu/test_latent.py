@@ -183,7 +183,7 @@ def test_a_stream_beside_a_plain_sequence(shape: Shape) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_trees(shape: Shape) -> None:
-    """Trees that grow beside plain sequences, one behind nothing; then commits, and a plain forward."""
+    """Trees that grow beside plain sequences, one after nothing; then commits, and a plain forward."""
     check(shape, [*TREES, dict.fromkeys(range(5), 1)], {len(TREES): {4: 64, 0: -1, 2: 255}})
 
 

@@ -1,4 +1,4 @@
-"""Products that come in parts, which the norm behind adds up: a decoder with them and one without."""
+"""Products that come in parts, which the norm after adds up: a decoder with them and one without."""
 
 import json
 from pathlib import Path

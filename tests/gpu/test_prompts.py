@@ -63,12 +63,12 @@ def test_several_prompts_in_chunks(case: str, tmp_path: Path) -> None:
     share = MOSTLY if case in WITH_EXPERTS else 1.0
     assert_alike(ours.run_all(), theirs.run_all(), LOGPROB[dtype], share)
     assert ours.replays == len(FORWARDS) - NUM_PLAIN
-    # A token between two experts may take the other one, and is another in all layers behind.
+    # A token between two experts may take the other one, and is another in all layers after.
     assert_same_kv(ours, theirs, ENTRY[dtype], share)
 
 
 def test_lone_prompts_around_the_sizes(tmp_path: Path) -> None:
-    """Each behind a prefix too; the logits of one stay when the next is computed."""
+    """Each after a prefix too; the logits of one stay when the next is computed."""
     make_model("qwen3", head_dim=128, hidden_size=256).save_pretrained(tmp_path)
     both = pair(tmp_path, "bfloat16")
     lengths = (1, 2, 31, 32, 33, 63, 64, 65, 127, CAPTURED)

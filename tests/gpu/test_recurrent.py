@@ -49,7 +49,7 @@ FORWARDS: list[dict[int, int]] = [
     {0: 1, 1: 1, 2: 1, 3: 1},
     {2: 700, 3: 1},
 ]
-# Of some forwards the sequences that leave snapshots, and behind which of their new tokens.
+# Of some forwards the sequences that leave snapshots, and after which of their new tokens.
 SNAPSHOTS: list[dict[int, int]] = [{2: 130}, {0: 1, 1: 2, 3: 65}, {3: 64, 1: 1}, {1: 1}, {2: 512}]
 CUT_AT = (1, 63, 64, 65)
 
@@ -68,7 +68,7 @@ class Both:
     def lay_out(
         self, counts: dict[int, int], snapshots: Mapping[int, int] = MappingProxyType({})
     ) -> tuple[TokenLayout, PageTables]:
-        """snapshots: of which sequences one stands behind so many of the new tokens."""
+        """snapshots: of which sequences one stands after so many of the new tokens."""
         rows = np.array(list(counts))
         tokens = lay_out_tokens(self.lengths[rows], np.array(list(counts.values())))
         self.lengths[rows] += list(counts.values())
@@ -139,7 +139,7 @@ def test_forwards_equal_the_reference(shape: StateShape, dtype: torch.dtype) -> 
 @torch.inference_mode()
 def test_a_graph_computes_steps_of_any_rows(shape: StateShape, dtype: torch.dtype) -> None:
     """Captured once, with rows of padding in most steps, and with rows that leave snapshots. The graph computes three
-    steps one behind the other, so that a kernel may begin while the step before still runs."""
+    steps one after another, so that a kernel may begin while the step before still runs."""
     both = Both(shape, dtype)
     tokens, tables = both.lay_out({row: 3 + row for row in range(ROWS)})
     x = both.draw(int(tokens.qo_indptr[-1]), 99)

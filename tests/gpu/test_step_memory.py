@@ -75,6 +75,6 @@ def test_posts_are_seen_while_later_work_runs() -> None:
         event = torch.cuda.Event()
         event.record()
         assert posted.wait().token_ids.tolist() == list(range(rows))
-        assert not event.query()  # nobody waited for what runs behind
+        assert not event.query()  # nobody waited for what runs after
         while not event.query():
             time.sleep(0.001)

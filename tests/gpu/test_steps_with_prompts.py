@@ -76,7 +76,7 @@ class Joint:
         self._sampling = SampleBatch.from_params([SamplingParams(temperature=0, logprobs=3)] * self.ROWS)
 
     def launch(self, *, together: bool) -> tuple[list[int], list[dict[int, float]], torch.Tensor]:
-        """Tokens and best log-probabilities of the rows, logits behind the prompt."""
+        """Tokens and best log-probabilities of the rows, logits after the prompt."""
         positions = np.array([self._cache.num_tokens(one) + 1 for one in self._rows])
         inputs = StepInputs(np.full(self.ROWS, 7), np.full(self.ROWS, ON_HOST), self._sampling, positions)
         prompts = PromptChunks([self.ROWS], [self._prompt[self.STORED :]], [self._prompt.size])

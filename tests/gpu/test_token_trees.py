@@ -48,7 +48,7 @@ PROGRAM: list[dict[int, int | list[int]]] = [
 @pytest.mark.parametrize("with_sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_trees_beside_plain_sequences(shape: Shape, with_sinks: bool) -> None:
-    """Trees of several shapes that grow, up to 256 nodes, one behind nothing; then commits, then a plain forward."""
+    """Trees of several shapes that grow, up to 256 nodes, one after nothing; then commits, then a plain forward."""
     exact = replace(shape, dtype=torch.float32)
     cache, twin = shape.cache(shape.pool()), exact.cache(exact.pool())
     sinks = torch.linspace(-2, 4, shape.q_heads, device="cuda") if with_sinks else None

@@ -103,7 +103,7 @@ def test_newer_generations_round_the_end(generation: int, uses: int) -> None:
 def test_a_signal_is_stale_once_and_only_under_another_use() -> None:
     board = SignalBoard(3)
     signals = [board.acquire() for _ in range(3)]
-    mailbox = np.zeros((5, 2), np.int64)  # rows behind those of the board are not its own
+    mailbox = np.zeros((5, 2), np.int64)  # rows after those of the board are not its own
     mailbox[4] = 77
     assert board.count_stale(mailbox) == 0
     mailbox[0] = pack_signal(signals[0].generation, 9), 1

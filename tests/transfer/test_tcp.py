@@ -217,7 +217,7 @@ def test_a_connection_that_is_lost_during_a_write_fails_it_and_no_signal_comes_w
         with pytest.raises(PeerGone, match="PE 1: "):
             call()
     until(lambda: receiver.lost)
-    if receiver.mailbox()[2].any():  # its own connection was lost behind it
+    if receiver.mailbox()[2].any():  # its own connection was lost after it
         assert number == DATA_CONNECTIONS
         assert torch.equal(receiver.pools[0], sender.pools[0])
 

@@ -47,7 +47,7 @@ class NixlMemory(PageMemory):
     def stage(
         self, pe: int, slot: int, kind: Kind, group: int, layer: int, places: Int32Array, planes: Sequence[Tensor]
     ) -> int:
-        """Fills a slot of the outbox, on a GPU behind what is on the current stream; how many bytes it has then.
+        """Fills a slot of the outbox, on a GPU after what is on the current stream; how many bytes it has then.
 
         places: int32 [n], slots of the receiver. planes: rows for them, contiguous.
         """

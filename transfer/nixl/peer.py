@@ -57,7 +57,7 @@ class Spans:
 
 @dataclass(frozen=True, eq=False)
 class Item:
-    """A write, or a note, or a note behind a write. It begins when `ready` has come, which is a GPU's event.
+    """A write, or a note, or a note after a write. It begins when `ready` has come, which is a GPU's event.
 
     Writes of several items are under way at once. A note is sent when all items before it are done.
     """

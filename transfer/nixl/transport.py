@@ -344,7 +344,7 @@ class NixlTransport(Transport):
         self._give(pe, Item(self._mark(), own.slot_span(pe, slot, size), target, note))
 
     def _mark(self) -> "torch.cuda.Event | None":
-        """Comes behind what is on the current stream of a GPU."""
+        """Comes after what is on the current stream of a GPU."""
         if self._own.device is None:
             return None
         event = torch.cuda.Event()

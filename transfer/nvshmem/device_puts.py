@@ -30,7 +30,7 @@ STAGING_BYTES = 64 << 20
 class DevicePuts:
     """Launches device_puts.cu. All tensors are this PE's symmetric ones: a peer's have the same symmetric addresses.
 
-    Everything queues on the current stream. Puts are complete behind a later quiet() or post_row(), whatever streams
+    Everything queues on the current stream. Puts are complete after a later quiet() or post_row(), whatever streams
     they were issued on before. A NIC reads registered memory only, so k and v go by way of `staging` (uint8
     [n]; STAGING_BYTES suit), which put_tokens fills in order of the calls: they must all come from one stream.
     """

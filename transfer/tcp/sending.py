@@ -60,7 +60,7 @@ class Sender:
                 peer.frames_due[number].notify()
 
     def post(self, row: int, signal: int, payload: int) -> None:
-        """A row of the peer's mailbox, behind all that was given before. PeerGone."""
+        """A row of the peer's mailbox, after all that was given before. PeerGone."""
         peer = self.peer
         with peer.lock:
             peer.check()

@@ -50,7 +50,7 @@ class Slice:
     """A stored tensor that fills `target`, or a slice of it along one dimension."""
 
     target: Tensor  # contiguous, any device; of another dtype than the stored one it converts
-    dim: int = 0  # 0; or 1, of a tensor of two dimensions; or one behind dimensions of size 1
+    dim: int = 0  # 0; or 1, of a tensor of two dimensions; or one after dimensions of size 1
     begin: int = 0  # of the slice
     extent: int | None = None  # of the stored tensor in dim; None: the target's
 
@@ -147,7 +147,7 @@ class SafetensorsFile:
         return tensors
 
     def _check_spans(self, tensors: dict[str, StoredTensor], size: int) -> None:
-        """No tensor ends behind the file, and no two share bytes."""
+        """No tensor ends after the file, and no two share bytes."""
         end, before = 0, ""
         for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].num_bytes)):
             if tensor.num_bytes and tensor.begin < end:

@@ -14,7 +14,7 @@ ALONE = frozenset({"recall", "withdraw", "answer"})
 
 class Ended(NamedTuple):
     """How an action ended at the leader, which is the same for all ranks. made: the numbers of the handles in its
-    result. raised: the type of its error. free: pages that are free behind it."""
+    result. raised: the type of its error. free: pages that are free after it."""
 
     made: tuple[int, ...] = ()
     raised: str = ""

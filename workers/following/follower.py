@@ -23,7 +23,7 @@ from tandem.workers.ranks.shared_ranks import end_waits
 from tandem.workers.replay.codec import Decoder
 
 log = logging.getLogger(__name__)
-SPIN_SECONDS = 0.0002  # behind a call, before it sleeps between looks
+SPIN_SECONDS = 0.0002  # after a call, before it sleeps between looks
 IDLE_PART = 0.02  # of the time without a call that it sleeps between two looks
 MOST_SLEEP_SECONDS = 0.002  # so an idle rank takes about a hundredth of a core
 COMMAND_SECONDS = 0.01  # after which commands have their turn

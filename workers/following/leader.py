@@ -79,7 +79,7 @@ class Leader:
                 self._write(Ended(made, raised, engine.pages.free), name)
 
     def tell(self, name: str, arguments: tuple[Any, ...] = ()) -> None:
-        """Writes a call down. Raises RankLost. Behind an error it first waits until the followers have had it, too: one
+        """Writes a call down. Raises RankLost. After an error it first waits until the followers have had it, too: one
         that had not would take its part of the old forward in the sums of the next."""
         if self.lost:
             raise RankLost(self.lost)
@@ -147,7 +147,7 @@ class LeadingEngine(WatchedEngine):
         self._fences = [0] * transport.num_pes
 
     def expect(self, sequence: int, num_tokens: int) -> PositionMap:
-        """A peer writes there as soon as it knows. So each rank has let go of these pages before."""
+        """A peer writes there as soon as it knows. So each rank has dropped these pages before."""
         found = super().expect(sequence, num_tokens)
         self.wait_for_ranks()
         return found

@@ -93,7 +93,7 @@ class ScaledLinear(Linear):
 
 
 class FusedGemms(Protocol):
-    """GEMMs of few rows with the operations around them in a layer: the norm before, silu or the residual behind.
+    """GEMMs of few rows with the operations around them in a layer: the norm before, silu or the residual after.
 
     x [T, in]; weights contiguous and in the dtype of x; norm: of x, before. They accumulate in float32.
     Those of one row also take a ScaledLinear.
@@ -144,7 +144,7 @@ class HyperKernels(Protocol):
         ...
 
     def close(self, streams: Tensor, output: Tensor, post: Tensor, mix: Tensor) -> Tensor:
-        """The streams behind a block that gave output [T, H]: Stream i is post[i] · output + Σ over j of mix[j, i] ·
+        """The streams after a block that gave output [T, H]: Stream i is post[i] · output + Σ over j of mix[j, i] ·
         streams[j]."""
         ...
 
@@ -213,7 +213,7 @@ class Histories:
     Sequence i of the step has row i.
     """
 
-    tokens: Tensor  # [S, L]; drafts may stand behind those that are known
+    tokens: Tensor  # [S, L]; drafts may stand after those that are known
     lengths: Tensor  # [S], how many of a sequence's tokens are known; more than L where some found no place
     surplus: Tensor  # [S], rows of the last verify step that did not hold
 
@@ -232,7 +232,7 @@ class FollowingRows(NamedTuple):
 
 
 class EnteringRows(NamedTuple):
-    """The n rows of a chain of steps that draft, behind a verify step that is not read. Tensors [n].
+    """The n rows of a chain of steps that draft, after a verify step that is not read. Tensors [n].
 
     The host plans the chain's last step, as if all drafts of the verify step held.
     """
@@ -269,17 +269,17 @@ class DraftKernels(Protocol):
         the position of the last such row + 2; surplus becomes the number of rows that do not hold. Sequences from S
         on are padding: nothing is kept of them.
 
-        tokens: int64 [T], the step's inputs. sampled: int64 [at least T], what was sampled behind each. positions:
+        tokens: int64 [T], the step's inputs. sampled: int64 [at least T], what was sampled after each. positions:
         int64 [T], where the inputs stand in their sequences.
         """
         ...
 
     def follow(self, rows: FollowingRows, histories: Histories, max_ngram: int) -> Tensor:
-        """Fills in the input token of each row whose source is up to FOLLOWS, and the number that the token behind it
+        """Fills in the input token of each row whose source is up to FOLLOWS, and the number that the token after it
         is sampled with, tandem.workers.sampling.random.uniform of its seed and position. Both in place.
 
         The first row of sequence i gets the last token of its history. Row j gets the j-th token that look_up() of
-        tandem.workers.speculation.ngram finds in the history with max_ngram; where that is 0, the j-th behind the
+        tandem.workers.speculation.ngram finds in the history with max_ngram; where that is 0, the j-th after the
         history, where a drafter has put it. A row gets 0 in place of NOT_FINITE, and where there is no such token.
 
         i = FOLLOWS - source is below S. Returns shift, int32 [T]: the sequence's surplus for these rows, 0 for all
@@ -290,15 +290,15 @@ class DraftKernels(Protocol):
     def enter(self, rows: EnteringRows, number: int, ahead: int, histories: Histories) -> Entered:
         """Returns the inputs of step `number` of a chain, from 0.
 
-        A token is the last of the sequence's history, or what stands `number` behind it, as follow() with max_ngram 0
-        finds it. It is at its row's position + number - surplus; the token behind it is sampled with the number for
+        A token is the last of the sequence's history, or what stands `number` after it, as follow() with max_ngram 0
+        finds it. It is at its row's position + number - surplus; the token after it is sampled with the number for
         that. ahead: so many steps before the first that moves rows; until then the shift is the surplus. The first one
         moves them back by surplus + steps, and then the first `steps` ones each by a position on.
         """
         ...
 
     def put(self, sources: Tensor, drafted: Tensor, number: int, histories: Histories) -> None:
-        """Writes draft `number`, from 0, of each sequence behind its history, where follow() with max_ngram 0 finds it.
+        """Writes draft `number`, from 0, of each sequence after its history, where follow() with max_ngram 0 finds it.
 
         sources: int64 [n], as for follow(); other rows are padding. drafted: int64 [at least n]. What would stand from
         L on is left out.

@@ -1,4 +1,4 @@
-"""A layer's attention between the norm before it and the projection behind it: with K and V, or with latents."""
+"""A layer's attention between the norm before it and the projection after it: with K and V, or with latents."""
 
 from collections.abc import Callable, Sequence
 

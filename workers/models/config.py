@@ -71,7 +71,7 @@ class ModelConfig:
     moe: MoeConfig | None = None  # None: no layer has experts
     float32_norms: bool = False  # norms multiply by their weights, plus norm_offset, before they round
     norm_offset: float = 0.0
-    out_norms: bool = False  # attention and feed-forward have a norm behind them, too
+    out_norms: bool = False  # attention and feed-forward have a norm after them, too
     embedding_scale: float = 1.0
     final_softcap: float | None = None  # c of c · tanh(logits / c)
     attention_sinks: bool = False  # each layer has learned logits that take part in the softmax
@@ -106,7 +106,7 @@ class ModelConfig:
     encoder: "ModelConfig | None" = None  # each layer attends to its output, too; its own eos and head mean nothing
     decoder_start_token_id: int | None = None  # with an encoder: what the decoder begins with
     num_extra_layers: int = 0  # layers for multi-token prediction that a checkpoint may hold; they can draft
-    extra_root: str | None = None  # what their weight names begin with; None: they are numbered behind the others
+    extra_root: str | None = None  # what their weight names begin with; None: they are numbered after the others
     shard: Shard = WHOLE  # whose heads and columns the numbers above count, see shard_config
     kv_replicas: int = 1  # ranks that have the same of the num_kv_heads
 
@@ -149,7 +149,7 @@ class ModelConfig:
 
     def qkv_heads(self, layer: int) -> tuple[int, ...]:
         """How many heads of q, k and v a layer's first product makes; a reader makes q alone, and v may be k. With a
-        gated output each head of q has a gate behind it, which counts as one more."""
+        gated output each head of q has a gate after it, which counts as one more."""
         if layer in self.readers:
             return (self.num_heads,)
         kv_heads = self.heads_of(layer).num_kv_heads

@@ -157,7 +157,7 @@ class DenseDecoder:
         self, token_ids: Tensor, cached: CachedAttention, last_rows: Tensor | None, taps: Sequence[int]
     ) -> tuple[Tensor, Tensor]:
         """hidden() of last_rows, and what the layers `taps`, ascending and at least one, take from those before,
-        [T, taps · hidden], one behind the other."""
+        [T, taps · hidden], one after another."""
         found: dict[int, Tensor | None] = dict.fromkeys(taps)
         hidden = self._hidden(token_ids, self.embed(token_ids), cached, last_rows, found)
         return hidden, torch.cat([one for one in found.values() if one is not None], 1)
@@ -177,7 +177,7 @@ class DenseDecoder:
         return self._small_batch_decoder if self._adapter_rows.slots is None else None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [n, vocab_size] behind hidden [n, hidden_size], as forward() gives them."""
+        """Logits [n, vocab_size] after hidden [n, hidden_size], as forward() gives them."""
         if hidden.shape[0] == 0:
             return hidden.new_empty((0, self.config.vocab_size))
         logits = self._lm_head.linear(hidden)

@@ -50,7 +50,7 @@ class MoeParameters:
 @dataclass(frozen=True, slots=True)
 class BesideParameters:
     """Experts beside the dense feed-forward of a layer: the router and they take the residual stream, each by a norm of
-    its own, and both outputs have a norm behind them. [H] each."""
+    its own, and both outputs have a norm after them. [H] each."""
 
     moe: MoeParameters
     router_scale: Tensor  # the weight of the router's norm, times √H
@@ -126,7 +126,7 @@ class LayerNorms:
 
 @dataclass(frozen=True, slots=True)
 class CrossParameters:
-    """Attention to an encoder's output of He numbers; the norms before and behind are [H]."""
+    """Attention to an encoder's output of He numbers; the norms before and after are [H]."""
 
     q: Weight  # [Hq·D, H]
     kv: Weight  # [2·Hkv·D, He]: the rows of k, then v
@@ -153,7 +153,7 @@ class LayerParameters:
 class DecoderParameters:
     """embedding and lm_head [vocab, H] are the same weight when the embeddings are tied.
 
-    layers is a list so that a decoder can take layer after layer and let go of what it has repacked.
+    layers is a list so that a decoder can take layer after layer and drop what it has repacked.
     """
 
     embedding: Weight

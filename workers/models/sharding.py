@@ -113,7 +113,7 @@ def _extents(last: str, config: ModelConfig) -> tuple[int, ...]:
 
 
 def _fused(weight: Tensor, extents: tuple[int, ...], shard: Shard, replicas: int) -> Iterator[Slice]:
-    """replicas: of the parts behind the first, those of K and V."""
+    """replicas: of the parts after the first, those of K and V."""
     counts = [shard.size // (replicas if part and len(extents) > 2 else 1) for part in range(len(extents))]
     total, begin = sum(count * extent for count, extent in zip(counts, extents, strict=True)), 0
     for part, extent, count in zip(weight.split(extents), extents, counts, strict=True):

@@ -37,7 +37,7 @@ class SmallBatchDecoder:
     """The DecodeMegakernel computes all layers in one launch where model, device and the step's pages allow it.
 
     Other steps of one row, or of some rows of a narrow model (ResidentGemms), take four GEMMs and attention a layer.
-    The norms are in the GEMMs behind them, the sums with the residual in those before: see FusedGemms.
+    The norms are in the GEMMs after them, the sums with the residual in those before: see FusedGemms.
     """
 
     def __init__(self, config: ModelConfig, kernels: FusedGemms, final_norm: Tensor, lm_head: Linear) -> None:
@@ -52,7 +52,7 @@ class SmallBatchDecoder:
     @staticmethod
     def fits(config: ModelConfig, layer: LayerParameters) -> bool:
         """Whether it can compute a layer: weights that are plain or in 8 bits, K and V as wide as they are stored, a
-        dense feed-forward with silu, and no norm behind a product."""
+        dense feed-forward with silu, and no norm after a product."""
         return (
             isinstance(layer.attention, AttentionParameters)
             and config.chunked is None
@@ -87,7 +87,7 @@ class SmallBatchDecoder:
         self, x: Tensor, cached: CachedAttention, taps: Sequence[int] = ()
     ) -> tuple[Tensor, Tensor | None] | None:
         """Logits [n, vocab_size] that follow the tokens with embeddings x [n, H], in its dtype; x is overwritten. And
-        what the layers `taps`, not the first, take from those before, [n, taps · H], one behind the other. None, and x
+        what the layers `taps`, not the first, take from those before, [n, taps · H], one after another. None, and x
         as it was, where the decoder of any number of rows is to be taken."""
         rows, pages = x.shape[0], cached.step_pages(range(self._config.num_layers))
         megakernel = None if pages is None else self._megakernels(pages.pool.dtype).get(rows)

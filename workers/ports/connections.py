@@ -8,7 +8,7 @@ PING_MS = 5000  # between a caller's pings: many send one each 10 s; a third one
 def lenient_options() -> tuple[tuple[str, int], ...]:
     """gRPC would cancel some of 1,000 calls that come at once, and take pings more often than each 5 minutes for abuse.
 
-    Its own limits stand behind those of the servers, which answer calls beyond with a reason and an advice.
+    Its own limits stand after those of the servers, which answer calls beyond with a reason and an advice.
     """
     return (
         ("grpc.server.max_pending_requests", UNANSWERED_CALLS),

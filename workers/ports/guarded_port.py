@@ -64,7 +64,7 @@ class GuardedPort:
             self._listener.close()
 
     def release(self) -> None:
-        """Ends all connections, and lets go of the server's socket. Idempotent."""
+        """Ends all connections, and drops the server's socket. Idempotent."""
         for relay in list(self._relays):
             relay.end()
         self._socket.close()

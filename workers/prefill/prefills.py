@@ -42,14 +42,14 @@ log = logging.getLogger(__name__)
 
 DRAIN_POLL_SECONDS = 0.001
 SAMPLE_POLL_SECONDS = 0.0001
-MOST_AHEAD = 3  # forwards: one runs, one is behind the step in flight, one behind the next
+MOST_AHEAD = 3  # forwards: one runs, one is after the step in flight, one after the next
 
 
 class Prefills:
     """Owned by the step thread; every method runs there.
 
     The Scheduler says what is computed, the Handoff what may be written. Only the end of a request waits for its
-    writes: the next forward is launched while they are under way, and the signal is posted behind them.
+    writes: the next forward is launched while they are under way, and the signal is posted after them.
 
     What becomes of a prompt is its destination's: the Handoff's, or that of this worker's own decode side. Beside rows
     nothing here waits for the device: first tokens are looked for between steps.
@@ -227,7 +227,7 @@ class Prefills:
             self._handoff.settle()
 
     def compute(self, batch: StepBatch, *, beside: bool, forward: PromptForward | None = None) -> float:
-        """Computes the batch's chunks; how long nothing is to be done behind them, in seconds.
+        """Computes the batch's chunks; how long nothing is to be done after them, in seconds.
 
         beside: whether the decode side has work, so that nothing may wait here. forward: see PromptForwards.launch.
         """

@@ -90,7 +90,7 @@ class PromptReaders:
     """A Destination. Owned by the step thread.
 
     Prompts wait for room, and are computed chunk by chunk, as all others are. They have forwards of their own, in which
-    nothing is pushed or sampled. Their pages are free behind the last one, and stay in the prefix index.
+    nothing is pushed or sampled. Their pages are free after the last one, and stay in the prefix index.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ class SpeculativePrefill:
         return None if self._prompt is None else self._prompt.request_id
 
     def take(self, request_id: str, spec: PromptSpec) -> "Future[FirstToken] | None":
-        """Launches the prompt's first forward; the token sampled behind the prompt, once it is claimed and that far.
+        """Launches the prompt's first forward; the token sampled after the prompt, once it is claimed and that far.
 
         None, and nothing happens, when there is a prompt already, or no room. Where the launch fails, the prompt is
         computed once it has its reservation.

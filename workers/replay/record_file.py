@@ -139,7 +139,7 @@ class RecordWriter:
     where the kernel's own buffers are full."""
 
     def __init__(self, folder: Path, name: str, header: Header, max_bytes: int) -> None:
-        """name: of the file; where there is one, a number goes behind it. Raises OSError."""
+        """name: of the file; where there is one, a number goes after it. Raises OSError."""
         folder.mkdir(parents=True, exist_ok=True)
         self.path, self._fd = _create(folder, name)
         self._room = max_bytes

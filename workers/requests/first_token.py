@@ -1,4 +1,4 @@
-"""The token sampled behind a prompt, and its way to the gateway that announced the prompt."""
+"""The token sampled after a prompt, and its way to the gateway that announced the prompt."""
 
 import asyncio
 from concurrent.futures import Future

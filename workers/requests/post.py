@@ -13,7 +13,7 @@ class DigestRange(NamedTuple):
 
 
 class Post(NamedTuple):
-    """Goes to a row of a PE's mailbox, behind all writes to that PE, with the token that is sampled for one row."""
+    """Goes to a row of a PE's mailbox, after all writes to that PE, with the token that is sampled for one row."""
 
     row: int  # of those sampled
     pe: int

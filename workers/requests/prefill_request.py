@@ -49,7 +49,7 @@ class SpeculativePrompt:
     host_cached_tokens: int = 0  # of these, copied back from host memory
     disk_cached_tokens: int = 0  # of these, read from a disk before
     computed: int = 0  # positions whose KV is stored once the forward is done; 0 before its launch
-    logits: PromptLogits | None = None  # behind the last token, where the forward reaches so far
+    logits: PromptLogits | None = None  # after the last token, where the forward reaches so far
     first_token: "Future[FirstToken]" = field(default_factory=Future)  # never ends where the prompt is dropped
     started: float = field(default_factory=time.perf_counter)
 

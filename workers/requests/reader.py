@@ -10,7 +10,7 @@ from tandem.workers.sampling.pooling import Float32Array, Reading
 
 class Wanted(NamedTuple):
     """An embedding: the hidden state of the last token, or with `mean` the mean of all tokens from `skipped` on. With
-    token_ids their logits behind the last token instead."""
+    token_ids their logits after the last token instead."""
 
     mean: bool = False
     skipped: int = 0

@@ -253,7 +253,7 @@ class DecodeGraphs:
         masks: Int32Array | None,
         positions: Int64Array,
     ) -> None:
-        """Samples a step behind its graph, which has sampled the best tokens for nothing (decision 0074)."""
+        """Samples a step after its graph, which has sampled the best tokens for nothing (decision 0074)."""
         tickets, parameters = unpack_sampling(upload(pack_sampling(ticket, sampling, positions), logits.device))
         assert sampling.rules is not None
         processed = self._processor.process(logits, sampling.rules, positions, masks)

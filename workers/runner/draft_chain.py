@@ -1,4 +1,4 @@
-"""Drafts by a model behind a verify step that is not read yet: all its steps in one graph."""
+"""Drafts by a model after a verify step that is not read yet: all its steps in one graph."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -108,7 +108,7 @@ class DraftChain:
         return drafted
 
     def _ahead_of_all(self, rows: Tensor) -> Tensor:
-        """Logits of the first drafts, behind these rows, int64 [n], of what the head gave in the verify step."""
+        """Logits of the first drafts, after these rows, int64 [n], of what the head gave in the verify step."""
         assert self._steps.ahead == 1, "a head drafts"
         assert self._outputs is not None
         self._steps.go_on_from(self._outputs, rows)

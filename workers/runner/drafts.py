@@ -110,7 +110,7 @@ class Drafts:
         sampling: SampleBatch,
         positions: Int64Array,
     ) -> list[Int64Array]:
-        """counts[i] ≥ 1 tokens behind tokens[i], the last of sequence i, which is not stored yet; int64 arrays [n].
+        """counts[i] ≥ 1 tokens after tokens[i], the last of sequence i, which is not stored yet; int64 arrays [n].
         Waits for the device.
 
         positions: of the first drafted tokens. sampling: without LogitRules. No step is in flight.

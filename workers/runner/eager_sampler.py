@@ -1,4 +1,4 @@
-"""Tokens sampled behind work that no decode graph holds: a prompt's, or an eager step's."""
+"""Tokens sampled after work that no decode graph holds: a prompt's, or an eager step's."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ PROMPT_SECONDS = 600.0
 
 class EagerSampler:
     """One kernel reads its parameters from the host's memory and posts the tokens there, so that no copy stands
-    before or behind it: copies wait for those that push KV. Owned by one thread, on whose current stream all is queued.
+    before or after it: copies wait for those that push KV. Owned by one thread, on whose current stream all is queued.
     """
 
     def __init__(self, device: torch.device, processor: LogitsProcessor | None = None) -> None:

@@ -94,7 +94,7 @@ def scored_prompts(
     *,
     push: bool,
 ) -> tuple[Tensor, list[PackedLogprobs]]:
-    """Logits [n, vocab] behind prompts that end here, and log-probabilities. scored[i]: whose are wanted behind chunk
+    """Logits [n, vocab] after prompts that end here, and log-probabilities. scored[i]: whose are wanted after chunk
     i, or None. They come in this order, with copies that are queued."""
     appends, last_rows = ends_of(cache, prompts)
     begins = np.cumsum(appends) - appends

@@ -29,7 +29,7 @@ class LogitsProcessor:
     """A state lies in a slot of tables that grow when they are full: 2 bytes a token of the vocabulary and 17 KiB.
 
     A row's slot is free once nobody has its LogitRules any more. All work is queued on the current stream of one
-    thread: the next state in a slot is written behind what used the last one.
+    thread: the next state in a slot is written after what used the last one.
     """
 
     def __init__(self, device: torch.device) -> None:

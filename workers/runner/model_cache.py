@@ -37,7 +37,7 @@ def kv_layout(
     keys beside them; recurrent states come last. Readers are in none. What layer i keeps of an encoder is layer
     num_layers + i, in a last group. Layers that are a feed-forward alone are in none, too.
 
-    drafter: its layers stand behind the model's, in groups of their own, but with latents that are alike in one.
+    drafter: its layers stand after the model's, in groups of their own, but with latents that are alike in one.
     scales: see KVLayout. InvalidArgument where pages do not divide a model's chunks.
     """
     groups, readers = _layer_groups(model, page_size), list(model.readers.items())

@@ -173,7 +173,7 @@ class ModelRunner:
         *,
         follows: bool = False,
     ) -> PendingSamples:
-        """The next tokens[i] of each of n sequences: its last token and a draft, int64 [1 + k]. Samples a token behind
+        """The next tokens[i] of each of n sequences: its last token and a draft, int64 [1 + k]. Samples a token after
         each of them, with the parameters of its sequence.
 
         positions: int64 [n], of the first token sampled for each sequence, as for sample(). A row with LogitRules has
@@ -205,7 +205,7 @@ class ModelRunner:
         positions: Int64Array,
         first: Int64Array,
     ) -> PendingSamples:
-        """An eager step of the batch, and a token behind each of token_ids. first: positions of the first one of each
+        """An eager step of the batch, and a token after each of token_ids. first: positions of the first one of each
         sequence."""
         follow = self._model.follow
         if follow is None:

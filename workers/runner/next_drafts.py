@@ -22,8 +22,8 @@ class NextDrafts:
         verify step ──► accept(): which drafts hold
                             │     histories and counts
                             ├──► DraftChain, where a model drafts: enter() and put() of each of its steps
-                            │     drafts behind the histories
-        follow(): last tokens, drafts behind them, how much earlier rows stand ──► verify step that follows ──► accept()
+                            │     drafts after the histories
+        follow(): last tokens, drafts after them, how much earlier rows stand ──► verify step that follows ──► accept()
     """
 
     def __init__(self, num_sequences: int, length: int, max_ngram: int, device: torch.device) -> None:

@@ -31,7 +31,7 @@ def pack_inputs(
     tokens: Int64Array, sources: Int64Array, ticket: int, sampling: SampleBatch, positions: Int64Array | None
 ) -> list[Int64Array]:
     """NUM_INPUTS arrays int64 [n], of floats their bits; see ModelRunner.step and PostBox. With LogitRules the step
-    itself posts nothing: its tokens are sampled behind it. positions None: see pack_sampling()."""
+    itself posts nothing: its tokens are sampled after it. positions None: see pack_sampling()."""
     if sampling.rules is not None:
         return [tokens, sources, *[np.zeros(tokens.size, np.int64)] * NUM_SAMPLING]
     return [tokens, sources, *pack_sampling(ticket, sampling, positions)]

@@ -70,7 +70,7 @@ class Guided:
     kind: str  # of KINDS
     texts: tuple[str, ...]
     thinking: Thinking | None = None  # what may stand before it
-    thinking_tokens: int = field(default=0, compare=False)  # output tokens behind which thinking ends; 0: no limit
+    thinking_tokens: int = field(default=0, compare=False)  # output tokens after which thinking ends; 0: no limit
 
     def within(self, max_tokens: int) -> "Guided":
         """Returns the guide with a limit of its thinking, if it has none, so that tokens are left for what follows the
@@ -135,7 +135,7 @@ class Grammars:
             return Constraint(matcher, self._pool, self._vocab_size, limit)
 
     def close(self) -> None:
-        """Ends the threads. Constraints are not used behind it."""
+        """Ends the threads. Constraints are not used after it."""
         with self._lock:
             if self._pool is not None:
                 self._pool.shutdown(wait=False, cancel_futures=True)

@@ -54,7 +54,7 @@ class LateSamples:
 
 
 class CopiedSamples:
-    """Samples whose copies are queued when this is made, behind the work on the current stream. wait() awaits them."""
+    """Samples whose copies are queued when this is made, after the work on the current stream. wait() awaits them."""
 
     def __init__(self, tokens: Tensor, logprobs: Logprobs | None) -> None:
         """tokens int64 [n] and logprobs, on the device: free to change once later work is queued on the stream."""
@@ -78,7 +78,7 @@ class CopiedSamples:
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy, queued on the current stream: it is there once work queued behind it is done."""
+    """A copy, queued on the current stream: it is there once work queued after it is done."""
     if tensor.is_cpu:
         return tensor.clone()
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)

@@ -31,7 +31,7 @@ class Pooled(NamedTuple):
 
 
 def pool(hidden: Tensor, readings: Sequence[Reading], logits_of: Callable[[Tensor], Tensor], vocab_size: int) -> Pooled:
-    """hidden: [rows, hidden_size], those of each reading one behind the other. Sums are in float32, in the order of
+    """hidden: [rows, hidden_size], those of each reading one after another. Sums are in float32, in the order of
     rows. logits_of: see DenseDecoder.logits."""
     parts = hidden.split([one.end - one.begin for one in readings]) if readings else ()
     summed = [part for part, one in zip(parts, readings, strict=True) if not one.token_ids]

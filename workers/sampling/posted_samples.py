@@ -1,4 +1,4 @@
-"""Tokens that a step's last kernel writes into the host's memory itself: no copy stands behind it.
+"""Tokens that a step's last kernel writes into the host's memory itself: no copy stands after it.
 
 word of a row   bits 62…24 turn, a number that each step has to itself, from 1 | bits 23…0 token id, or NOT_FINITE
 

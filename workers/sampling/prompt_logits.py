@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(eq=False)
 class PromptLogits:
-    """Names the logits behind the prompts that ended in one launch, a row for each, in their order."""
+    """Names the logits after the prompts that ended in one launch, a row for each, in their order."""
 
     number: int  # of the launch, among those with prompts
     on_device: Tensor = field(repr=False)  # [n, vocab]; nobody but the engine reads it

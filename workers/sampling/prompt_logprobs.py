@@ -36,7 +36,7 @@ Deliver = Callable[[Sequence[PackedLogprobs]], None]
 class PromptLogprobs:
     """Gathers those of one prompt, chunk by chunk. Owned by the step thread.
 
-    Its copies are there once the first token is, which is sampled behind them.
+    Its copies are there once the first token is, which is sampled after them.
     """
 
     def __init__(self, num_top: int, deliver: Deliver) -> None:

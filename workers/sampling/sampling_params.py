@@ -64,7 +64,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0  # of tokens in prompt and output
     logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what its logit grows by), each id once
     bad_words: tuple[str, ...] = ()  # texts; the gateway makes bad_words_ids of them
-    bad_words_ids: tuple[tuple[int, ...], ...] = ()  # sequences of tokens whose last is not sampled behind the others
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()  # sequences of tokens whose last is not sampled after the others
     allowed_token_ids: tuple[int, ...] = ()  # all others are never sampled; empty allows all
     guided: Guided | None = None  # what the output has to follow
     prompt_logprobs: int | None = None  # as logprobs, of the prompt's tokens

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 ANYTHING = r"/(.|\n)*/"
-LINE_ENDS = r"/\n{0,2}/"  # which models write behind the last tag
+LINE_ENDS = r"/\n{0,2}/"  # which models write after the last tag
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def _symbol(tag: str, tokenizer: "LLTokenizer") -> str:
 
 
 class ThinkingLimit:
-    """Ends one row's thinking: behind so many output tokens it writes the last tag. A function of the tokens alone."""
+    """Ends one row's thinking: after so many output tokens it writes the last tag. A function of the tokens alone."""
 
     def __init__(self, thinking: Thinking, max_tokens: int, tokenizer: "LLTokenizer") -> None:
         """max_tokens: 0 sets no limit."""

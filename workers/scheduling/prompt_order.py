@@ -26,7 +26,7 @@ class _Entry(NamedTuple):
 
 
 _Arrival = tuple[int, Prompt]
-"""A prompt behind its number, by which it is sorted."""
+"""A prompt after its number, by which it is sorted."""
 
 
 class PromptOrder:

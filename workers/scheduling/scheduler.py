@@ -112,7 +112,7 @@ class Scheduler:
     def next_batch(self, *, prompts: bool = True) -> StepBatch:
         """Returns what the next step computes. Calling it again without a change in between gives the same.
 
-        prompts: whether the device has room for chunks behind those that were launched.
+        prompts: whether the device has room for chunks after those that were launched.
         """
         decodes = self.rows.next_step()
         if not self._running or not prompts:

@@ -241,7 +241,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         try:
             result = await outcome(context, await self._on_step_thread(context, request.epoch, submit))
         except asyncio.CancelledError:
-            self._thread.call(lambda: [lease.leave() for lease in attended])  # runs behind submit, if that runs at all
+            self._thread.call(lambda: [lease.leave() for lease in attended])  # runs after submit, if that runs at all
             raise
         fields = dict(vars(result))  # those of the message
         fields["logprobs"] = None if result.logprobs is None else logprobs_to_proto(result.logprobs)
@@ -272,7 +272,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         try:
             return to_message(await outcome(context, await self._on_step_thread(context, request.epoch, submit)))
         finally:
-            self._thread.call(lambda: [readers.withdraw(call) for call in calls])  # runs behind submit
+            self._thread.call(lambda: [readers.withdraw(call) for call in calls])  # runs after submit
 
     # Decode
 

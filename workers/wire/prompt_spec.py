@@ -34,7 +34,7 @@ class PromptSpec:
     token_ids: Int64Array  # [n], n at least 1; of a model with an encoder its tokens, padding, then the decoder's
     salt: bytes = b""  # only prompts of the same salt share prefixes; a worker's has the adapter in it: adapter_salt()
     encoder: EncoderPrompt = NO_ENCODER  # what token_ids begin with
-    sliding: SlidingWindow | None = None  # how the sequence slides behind the prompt
+    sliding: SlidingWindow | None = None  # how the sequence slides after the prompt
     whole: bool = False  # no prefix is matched
     num_output: int = 0  # tokens at its end that an earlier placement of the request has put out
     priority: int = 0  # of the request: a lower number is served first
@@ -45,7 +45,7 @@ class PromptSpec:
 
     @property
     def num_decoder(self) -> int:
-        """Tokens behind the encoder's; all without an encoder."""
+        """Tokens after the encoder's; all without an encoder."""
         return len(self) - self.encoder.border
 
     @property
@@ -54,7 +54,7 @@ class PromptSpec:
         return np.concatenate((self.token_ids[: self.encoder.length], self.token_ids[self.encoder.border :]))
 
     def fits_window(self, num_output: int) -> bool:
-        """Whether a sequence that slides has let go of nothing after so many tokens; True of others."""
+        """Whether a sequence that slides has dropped nothing after so many tokens; True of others."""
         return self.sliding is None or len(self) + num_output <= self.sliding.window
 
     def going_on(self, output: Sequence[int], *, whole: bool = False) -> "PromptSpec":

@@ -18,7 +18,7 @@ class Reservation:
     writer_pe: int  # the only PE that may write
     signal_slot: int
     generation: int  # which use of the slot this is
-    matched_tokens: int  # positions that the receiver has already; the sender writes those behind
+    matched_tokens: int  # positions that the receiver has already; the sender writes those after
     wire_map: WireMap | None  # None: the receiver computes the prompt itself, and nobody may write
     pages: int  # held for the request, with its growth and the pages of a shared prefix
     # The receiver asks its pages back when no StartGenerate comes within it. The writer stops when no RemoteSend has

@@ -31,8 +31,8 @@ def load_library(source: Path) -> ctypes.CDLL | None:
 
 @cache
 def load_short_calls(source: Path) -> ctypes.PyDLL | None:
-    """load_library(), whose calls of a few µs keep the interpreter: a call that let go of it could wait 5 ms for a busy
-    thread."""
+    """load_library(), whose calls of a few µs keep the interpreter lock: a call that released it could wait 5 ms
+    for a busy thread."""
     library = load_library(source)
     return None if library is None else ctypes.PyDLL(library._name)
 

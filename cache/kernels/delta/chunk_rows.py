@@ -43,7 +43,7 @@ def lay_out_chunks(
     owners, stops, kept = owners[order], stops[order], kept[order]
     is_first = np.diff(owners, prepend=-1) > 0
     starts = np.where(is_first, begins[owners], np.roll(stops, 1))
-    there = starts < stops  # a snapshot behind the last token leaves no piece after it
+    there = starts < stops  # a snapshot after the last token leaves no piece after it
     owners, starts, stops, kept = owners[there], starts[there], stops[there], kept[there]
     counts = -(-(stops - starts) // CHUNK)
     pieces = np.repeat(np.arange(counts.size), counts)

@@ -16,7 +16,7 @@ def conv_chunks(
     ROWS: tl.constexpr, CHUNK_FIELDS: tl.constexpr, SEQUENCE_FIELDS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program has a head of q, k or v of a chunk. Tails stay as they are: other chunks read them, too. That of a
-    snapshot behind the chunk is written. WIDTH: the larger of KEYS and VALUES."""
+    snapshot after the chunk is written. WIDTH: the larger of KEYS and VALUES."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -110,7 +110,7 @@ def _move_tail(
     CHANNELS: tl.constexpr, TAIL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Moves `width` channels, from `channel` on, of a sequence with `count` new tokens. The tail with these tokens
-    becomes `target`, which may be the tail itself. `last` points behind the last new token."""
+    becomes `target`, which may be the tail itself. `last` points after the last new token."""
     column = tl.arange(0, BLOCK)
     for place in tl.static_range(TAIL):  # pyright: ignore[reportGeneralTypeIssues]
         back = TAIL - place

@@ -2,7 +2,7 @@
 
 FlashAttention (Dao, 2023) over pages, for heads that FlashInfer has no kernels for. A program has some tokens of one
 sequence with the query heads of one KV head. It goes through all that they see: keys are not shared out over programs,
-so a few tokens behind a long context take as long as one program needs for it.
+so a few tokens after a long context take as long as one program needs for it.
 """
 
 from typing import Any
@@ -44,7 +44,7 @@ def lay_out_tiles(
     the positions from which on and up to which the tile looks at keys.
 
     Of each sequence: its first token among the packed ones, how many it has, where its pages begin in kv_indices, and
-    how many positions it has there, the new ones included, which come last. causal: tokens see nothing behind their own
+    how many positions it has there, the new ones included, which come last. causal: tokens see nothing after their own
     position, and nothing before their window. begins: positions before these nobody sees.
     """
     tiles = -(-counts // TOKENS)

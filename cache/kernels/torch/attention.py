@@ -189,7 +189,7 @@ def plan_stored(
     planner = _Planner(tokens.qo_indptr[:-1], tables, pool, window, dtype)
     rows, appends, single = planner.rows, np.diff(tokens.qo_indptr), tokens.single
     parts: list[DecodePart | ChunkPart] = []
-    for length in np.unique(rows.lengths[single]):  # slots behind the end of a sequence may hold anything
+    for length in np.unique(rows.lengths[single]):  # slots after the end of a sequence may hold anything
         parts += planner.decodes(rows.take(single & (rows.lengths == length)))
     for sequence in np.flatnonzero(~single):
         row, append = rows.take(slice(sequence, sequence + 1)), int(appends[sequence])

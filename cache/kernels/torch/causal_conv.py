@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def step_conv(x: Tensor, tails: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """SiLU of the convolution of the next token of each of B sequences, [B, C], and their tails behind it.
+    """SiLU of the convolution of the next token of each of B sequences, [B, C], and their tails after it.
 
     x: [B, C]. tails: [B, taps - 1, C], the inputs of the tokens before, 0 where there are none. weight: [C, taps].
     bias: [C].

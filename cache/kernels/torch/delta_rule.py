@@ -45,7 +45,7 @@ def unit(x: Tensor) -> Tensor:
 def step_delta_rule(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, states: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """o [B, H, value_dim] of the next token of each of B sequences, and their states behind it; float32 all.
+    """o [B, H, value_dim] of the next token of each of B sequences, and their states after it; float32 all.
 
     q, k: [B, H, key_dim]; v: [B, H, value_dim]; beta: [B, H]; log_decay: [B, H], or [B, H, key_dim] where each row of a
     state has its own; states: [B, H, key_dim, value_dim].

@@ -17,8 +17,8 @@ from tandem.cache.plan.tables import PageTables, StateWrites, TokenLayout
 
 
 class Rule(NamedTuple):
-    """How tokens change a state and read it, as functions of its shape, the inputs behind the convolution, and states
-    in float32. They give o [n, heads, output_dim] in float32 and the states behind the tokens.
+    """How tokens change a state and read it, as functions of its shape, the inputs after the convolution, and states
+    in float32. They give o [n, heads, output_dim] in float32 and the states after the tokens.
 
     step: one token of each of n sequences, states [n, *shape.state]. advance: n tokens of one, state [*shape.state].
     """
@@ -37,7 +37,7 @@ RULES: Mapping[type[StateShape], Rule] = MappingProxyType(
 
 
 class Chunk(NamedTuple):
-    """Tokens begin … end - 1 of a forward, all of one sequence. page: of the snapshot behind them; None: none."""
+    """Tokens begin … end - 1 of a forward, all of one sequence. page: of the snapshot after them; None: none."""
 
     sequence: int
     begin: int

@@ -6,7 +6,7 @@ from tandem.cache.kernels.base import DeviceTables
 
 
 def shift_rows(tables: DeviceTables, shift: Tensor, page_size: int) -> None:
-    """Row i ends shift[i] positions earlier (int32 [T]), or later where that is negative, but never behind the end that
+    """Row i ends shift[i] positions earlier (int32 [T]), or later where that is negative, but never after the end that
     was planned. On the device, in place: its slot and its length.
 
     kv_last_page_len may then be 0 or less: a row has (pages - 1) · page_size + kv_last_page_len positions, whatever

@@ -33,7 +33,7 @@ def advance(shape: SsdShape, x: RecurrentInputs, state: Tensor) -> tuple[Tensor,
 def step_ssd(
     x: Tensor, b: Tensor, c: Tensor, log_decay: Tensor, delta: Tensor, states: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """S C [n, H, head_dim] of the next token of each of n sequences, and their states behind it; float32 all.
+    """S C [n, H, head_dim] of the next token of each of n sequences, and their states after it; float32 all.
 
     x: [n, H, head_dim]; b, c: [n, G, state_size]; log_decay, delta: [n, H]; states: [n, H, head_dim, state_size].
     """

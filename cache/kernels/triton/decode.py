@@ -137,7 +137,7 @@ def _decode(
     Schedule, tables and stored positions are older than the step's products: only the new token waits for earlier
     kernels. The first program of a KV head stores it, and begins its softmax with it, so that no program reads what
     is being written. Where rows are of one sequence (RUNS), it goes on with the new tokens of the rows before: a tile
-    has the q heads of up to PACK of them, one token behind the other. Where an earlier kernel has stored the new tokens
+    has the q heads of up to PACK of them, one token after the other. Where an earlier kernel has stored the new tokens
     (READ), it takes them from there.
     """
     if PDL:

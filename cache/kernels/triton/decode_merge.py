@@ -18,7 +18,7 @@ def leave(
 ):  # fmt: skip
     """Writes the output of one KV head's q heads, or what `split` has found of it: the last of `used` merges.
 
-    count: tokens of the tile, up to PACK, one behind the other. q_heads: the first q head of the first of them."""
+    count: tokens of the tile, up to PACK, one after another. q_heads: the first q head of the first of them."""
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, HEAD_DIM)[None, :]
     here = row < count * GROUP
     if used == 1:

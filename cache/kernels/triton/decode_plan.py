@@ -24,7 +24,7 @@ MAX_SPLITS = 32  # of one sequence alone
 ENTRY = tl.constexpr(8)  # words of an entry: row, split, splits of the row, begin, end, first entry, first page, -
 SPARE = 16  # entries that a step has at least beyond one a row
 SHARE = 2  # an entry more for each so many rows: half of the rows can have two pieces
-ENDS = tl.constexpr(4)  # what a program leaves behind its sums, padding included
+ENDS = tl.constexpr(4)  # what a program leaves after its sums, padding included
 
 
 @dataclass(frozen=True)

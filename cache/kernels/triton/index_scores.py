@@ -83,6 +83,6 @@ def _score(
             keys = keys.to(tl.float32).to(queries.dtype)
         products = tl.dot(queries, tl.trans(keys), input_precision="ieee")
         found = tl.sum(tl.maximum(products, 0.0) * weight[:, None], 0)
-        if FP8:  # scales are positive, so that they may be multiplied in behind the maximum
+        if FP8:  # scales are positive, so that they may be multiplied in after the maximum
             found *= tl.load((rows + WIDTH).to(tl.pointer_type(tl.float32)), mask=inside, other=0.0)
         tl.store(scores + token * longest + position, found, mask=inside)

@@ -152,7 +152,7 @@ def _write(
     scores, lengths, chosen, counts, above, found, scores_row, top_k, num_chunks,
     BLOCK: tl.constexpr, CHUNKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program writes what is chosen of one chunk, behind what chunks before it write."""
+    """A program writes what is chosen of one chunk, after what chunks before it write."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

@@ -41,7 +41,7 @@ GROUP = LayerGroup((0, 1), Latent(RANK + ROTATED, RANK))
 LAYOUT = KVLayout((GROUP,), 4, torch.float32)
 BESIDE_KV = KVLayout((replace(GROUP, layers=(0, 2)), LayerGroup((1,), KV(2, 8))), 4, torch.float32)
 DEEPSEEK = LatentHeads(key_dim=128, value_dim=128)
-# Prompts, decodes of unlike lengths, chunks behind others, and all of them at once.
+# Prompts, decodes of unlike lengths, chunks after others, and all of them at once.
 PROGRAM = [{0: 9, 1: 1, 2: 4}, {0: 1, 1: 1, 2: 1}, {1: 6, 0: 1, 2: 11}, {2: 1, 3: 2}, {0: 1, 1: 1, 2: 1, 3: 1}]
 
 

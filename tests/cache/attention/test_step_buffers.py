@@ -298,7 +298,7 @@ def test_a_batch_that_does_not_fit_is_refused_and_changes_nothing() -> None:
 
 
 def test_what_the_step_before_sees_stays() -> None:
-    """It may still run when the next one is begun: with a window, its first page is let go of a step later."""
+    """It may still run when the next one is begun: with a window, its first page is dropped a step later."""
     layout, size, window = windowed(layout_of(2), 6), 4, 6
     cache = cache_of(layout, kernels=TableKernels)
     cache.add_sequence(0)

@@ -267,7 +267,7 @@ def test_a_prefix_is_found_where_windows_have_what_comes_before_its_end(
 
 
 def test_pages_of_windows_give_way_alone() -> None:
-    """The group with a window needs room first: its oldest pages go, and prefixes that end behind others stay."""
+    """The group with a window needs room first: its oldest pages go, and prefixes that end after others stay."""
     layout = windowed(BOTH, None, 6)
     pools = (pools_of(layout, 32)[0], pools_of(layout, 6)[1])
     cache = TvmCache(layout, pools, max_sequences=4, max_sequence_length=64, rope=ROPE, writer=None)

@@ -76,7 +76,7 @@ def rotation_of(case: Case, count: int, seed: int, rotated: int = 8) -> Rotation
 
 
 def lay_out(case: Case, per_page: int, every: int, keeps: int | None, seed: int) -> tuple[TokenPages, Tensor]:
-    """Pages of a group for every token, and the tokens' slots, int32: behind each sequence's last `keeps` entries and
+    """Pages of a group for every token, and the tokens' slots, int32: after each sequence's last `keeps` entries and
     its new ones no page stands. Of entries of several positions, slots mean nothing."""
     random = np.random.default_rng(seed)
     free = random.permutation(PAGES)[::-1].tolist()

@@ -38,7 +38,7 @@ TOLERANCES = {torch.float32: Tolerance(1e-4, 1e-5), torch.float16: Tolerance(1e-
 
 @dataclass(frozen=True)
 class Case:
-    """before: positions behind each sequence; after: its new ones. snapshots: of which sequences one stands behind so
+    """before: positions that each sequence has; after: its new ones. snapshots: of which sequences one stands after so
     many new tokens. decay: of how much a token lets a state decay."""
 
     before: tuple[int, ...]

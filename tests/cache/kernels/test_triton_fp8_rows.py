@@ -238,7 +238,7 @@ def draw_latents(num_tokens: int, dtype: torch.dtype) -> Latents:
 @pytest.mark.parametrize("way", ["expanded", "absorbed", "both", "in graph buffers"])
 @pytest.mark.parametrize("top_k", [None, 20])
 def test_both_backends_of_latents_attend_alike(top_k: int | None, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk behind decodes, each expanded or absorbed; of layers that choose, longer sequences attend to what they
+    """A chunk after decodes, each expanded or absorbed; of layers that choose, longer sequences attend to what they
     are given."""
     captured = way == "in graph buffers"
     case = Case(dtype=torch.float16, new=1 if captured else 5)

@@ -104,7 +104,7 @@ def test_scores(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("kind", ["unlike", "nearly alike", "few values", "one value", "zeros of both signs"])
 def test_choice_is_the_references(kind: str, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ties go to the first, and -0 is 0; rows of no position, fewer than are chosen, as many, one more and many more.
-    Behind a row's positions there may be anything."""
+    After a row's positions there may be anything."""
     for module in ("top_k", "top_k_chunks"):
         monkeypatch.setattr(f"tandem.cache.kernels.triton.{module}.SCORES_AT_ONCE", 32)
     monkeypatch.setattr("tandem.cache.kernels.triton.top_k.PROGRAMS", programs)

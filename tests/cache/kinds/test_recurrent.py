@@ -230,7 +230,7 @@ def test_random_programs_equal_naive_states(
     assert done["forks"]
     assert done["sends"]
     writes = [write for write in island.writer.slot_writes if write[1] == 1 and write[2]]
-    assert len(writes) == done["sends"]  # once each, behind the last chunk
+    assert len(writes) == done["sends"]  # once each, after the last chunk
     for cache in island.caches:
         cache.clear()
         assert cache.num_free_pages == cache.num_pages

@@ -98,7 +98,7 @@ def test_salts_and_pages_have_names_of_their_own() -> None:
     salts = (b"", b"\0", b"\0\0", b"a", b"a\0", b"x" * 16)
     chains = [list(digest_chain(tokens, PAGE, 3, salt)) for salt in salts]
     assert len({digest for chain in chains for digest in chain}) == 3 * len(salts)
-    # A digest is no salt for the pages behind it: they would be found where they do not begin.
+    # A digest is no salt for the pages after it: they would be found where they do not begin.
     forged = list(digest_chain(tokens[PAGE:], PAGE, 2, chains[0][0]))
     assert not set(forged) & set(chains[0])
     with pytest.raises(InvalidArgument, match="salt has 17 bytes; at most 16 are accepted"):

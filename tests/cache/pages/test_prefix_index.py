@@ -57,7 +57,7 @@ def test_other_tokens_before_a_page_make_it_another() -> None:
 
 
 def test_pages_of_two_prompts_are_no_prefix_of_a_third() -> None:
-    """Its second page would have KV that was computed behind other tokens."""
+    """Its second page would have KV that was computed after other tokens."""
     cache = cache_of(LAYOUT, num_pages=32)
     prefilled(cache, 0, TOKENS[:12])
     prefilled(cache, 1, TOKENS[12:24])

@@ -104,7 +104,7 @@ def test_stages_are_those_of_the_last_forward_of_what_is_marked(change: str) -> 
 
 
 def test_what_a_push_finds_cached_has_no_stages() -> None:
-    """It goes behind what was launched before the forward that pushes."""
+    """It goes after what was launched before the forward that pushes."""
     island = noting(layout_of(2))
     sender, receiver = island.caches
     for cache in (sender, receiver):

@@ -59,7 +59,7 @@ LAYOUTS = {
 @both_kernels
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_trees_beside_plain_sequences(layout: KVLayout, kernels: KernelFactory) -> None:
-    """Trees of several shapes, one behind nothing, that grow over forwards; then commits, and plain forwards again."""
+    """Trees of several shapes, one after nothing, that grow over forwards; then commits, and plain forwards again."""
     cache = cache_of(layout, 200, rope=ropes_of(layout), kernels=kernels)
     naive = NaiveCache(layout, ropes_of(layout))
     trees = NaiveTrees(naive)
@@ -205,7 +205,7 @@ def test_a_forks_pages_are_not_touched() -> None:
 
 
 def test_a_tree_on_what_was_received() -> None:
-    """Positions sent and landed, then a tree behind them on the receiver's side; it is not sent on."""
+    """Positions sent and landed, then a tree after them on the receiver's side; it is not sent on."""
     pools = [tuple(torch.full((32, *LAYOUT.page_shape(g)), torch.nan) for g in range(2)) for _ in range(2)]
     sender, receiver = (cache_of(LAYOUT, pools=own, writer=PeerWriter(pe, pools)) for pe, own in enumerate(pools))
     naive = NaiveCache(LAYOUT)

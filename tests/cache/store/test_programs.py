@@ -1,4 +1,4 @@
-"""Prompts of a few families on a small pool with a store behind it: what comes back is what was computed."""
+"""Prompts of a few families on a small pool with a store below it: what comes back is what was computed."""
 
 import pytest
 import torch

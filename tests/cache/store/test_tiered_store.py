@@ -1,4 +1,4 @@
-"""A disk behind host memory: who waits for whom while copies are under way."""
+"""A disk below host memory: who waits for whom while copies are under way."""
 
 from collections.abc import Iterator
 from pathlib import Path

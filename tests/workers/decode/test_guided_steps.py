@@ -114,7 +114,7 @@ def test_tokens_in_graphs_are_those_of_eager_steps(folder: Path, writer: int, sp
 
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "in graphs"])
 def test_a_head_drafts_beside_guided_rows_and_changes_no_token(tmp_path: Path, captured: bool) -> None:
-    """Its layer takes the tokens of a step, which guided rows get behind the launch."""
+    """Its layer takes the tokens of a step, which guided rows get after the launch."""
     model = make_llama(tmp_path / "model")
     head = SpeculationSettings("eagle3", 3, 24, draft=str(make_head(tmp_path / "head", model)))
     plain = GuidedPair(model, captured=False, writer=PREFILL, speculation=NO_SPECULATION)

@@ -219,7 +219,7 @@ def test_a_step_that_fails_leaves_prompts_alone(bench: Bench) -> None:
 
 
 def test_the_scheduler_hears_what_steps_took_and_what_ran_before_them() -> None:
-    """Tokens of a step come behind the chunks that were launched before it."""
+    """Tokens of a step come after the chunks that were launched before it."""
     ticks, told = iter(range(1000)), list[tuple[float, StepLoad]]()
     bench = Bench(runner=PromptRunner, max_batch_tokens=8, clock=lambda: next(ticks) / 10)
     bench.loop.scheduler.pace.measured = lambda seconds, load: told.append((seconds, load))
@@ -228,5 +228,5 @@ def test_the_scheduler_hears_what_steps_took_and_what_ran_before_them() -> None:
     start_own(bench, "own", prompt_tokens=10, max_tokens=1)
     run(bench)
     assert [load.chunk for _, load in told] == [0, 0, 7, 3, *[0] * (len(told) - 4)]
-    assert len(told) == len(bench.collector.tokens[row]) - 1  # none before the first, and none behind a pause
+    assert len(told) == len(bench.collector.tokens[row]) - 1  # none before the first, and none after a pause
     assert all(seconds > 0 for seconds, _ in told)

@@ -48,7 +48,7 @@ class ScriptedDrafter:
 
 
 class EarlyDrafter(ScriptedDrafter):
-    """Drafts behind contexts of fewer than END tokens alone."""
+    """Drafts after contexts of fewer than END tokens alone."""
 
     END = PROMPT + 10
 
@@ -64,7 +64,7 @@ def bench_with(drafter: ScriptedDrafter, max_step_tokens: int = 32) -> Bench:
 @pytest.mark.parametrize(
     ("overlaps", "steps"),
     [
-        (True, ["[1]", "verify [5]", "verify [5]"]),  # the first was foreseen before there were tokens to draft behind
+        (True, ["[1]", "verify [5]", "verify [5]"]),  # the first was foreseen before there were tokens to draft after
         (False, ["verify [5]", "verify [5]", "[1]"]),
     ],
 )

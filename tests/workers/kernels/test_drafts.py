@@ -131,7 +131,7 @@ def contexts_of(rng: np.random.Generator, sizes: list[int], vocab: int) -> list[
 @pytest.mark.parametrize("right", [0, 0.6, 1])
 @pytest.mark.parametrize("num_sequences", [1, 2, 9, 40])
 def test_accepted_tokens_join_the_histories(backend: Backend, num_sequences: int, right: float) -> None:
-    """Padding, sequences without rows and what stands behind the capacity change nothing."""
+    """Padding, sequences without rows and what stands after the capacity change nothing."""
     rng = np.random.default_rng(num_sequences)
     for num_kept in (num_sequences, max(1, num_sequences - 2), num_sequences + 2):
         firsts = rng.integers(0, CAPACITY - 10, num_sequences)

@@ -56,7 +56,7 @@ def test_the_groups(case: str, model: CachedModel) -> None:
 @pytest.mark.gate("deepseek_v4-128")
 @torch.inference_mode()
 def test_tokens_at_any_split(case: str, model: CachedModel, oracle: "PreTrainedModel") -> None:
-    """Chunks that end before, at and behind entries, from where on entries are chosen, and of one token."""
+    """Chunks that end before, at and after entries, from where on entries are chosen, and of one token."""
     length = TEXTS[case]
     text = random_prompt(length, 0)
     expected = oracle(torch.tensor([text])).logits[0, -1:]

@@ -95,7 +95,7 @@ def test_verify_steps_give_the_tokens_of_transformers(case: str, model: CachedMo
 def test_forwards_by_token_give_the_logits_of_transformers(
     case: str, model: CachedModel, oracle: "PreTrainedModel"
 ) -> None:
-    """Chunks that end before, at and behind entries, and sequences beside each other."""
+    """Chunks that end before, at and after entries, and sequences beside each other."""
     text = random_prompt(150, 0)
     expected = oracle(torch.tensor([text])).logits[0]
     for sequence, splits in enumerate(([], [24], [3, 4, 5, 27, 32, 33], [127, 128, 129], [149])):

@@ -27,7 +27,7 @@ def case(request: pytest.FixtureRequest) -> str:
 
 @torch.inference_mode()
 def test_tokens_at_any_split(model: CachedModel, oracle: "PreTrainedModel") -> None:
-    """Chunks that end before, at and behind 24, from where on positions are chosen, and of one token."""
+    """Chunks that end before, at and after 24, from where on positions are chosen, and of one token."""
     text = random_prompt(TEXT, 0)
     expected = oracle(torch.tensor([text])).logits[0, -1:]
     random = np.random.default_rng(0)

@@ -72,7 +72,7 @@ def rows_of(case: str, values: int, heads: list[int]) -> dict[str, list[int]]:
 
 
 def naive_part(case: str, name: str, stored: Tensor, shard: Shard) -> Tensor:
-    """name: behind the block's."""
+    """name: after the block's."""
     values = 8 if shard.size == 4 else 6
     each = values // shard.size
     heads, first = list(range(shard.rank * each, (shard.rank + 1) * each)), name.split(".")[0]

@@ -45,7 +45,7 @@ def test_logits_equal_transformers(case: tuple[dict[str, Any], dict[str, Any]], 
 
 
 def test_steps_in_graph_buffers_give_the_same_tokens(tmp_path: Path) -> None:
-    """Decode steps and verify steps, of sequences behind encoders of unlike lengths."""
+    """Decode steps and verify steps, of sequences after encoders of unlike lengths."""
     model = save_t5gemma(tmp_path)
     expected = [greedy_behind(model, encoder, 9, decoder[1:]) for encoder, decoder in PROMPTS]
     runner = EncoderRunner(tmp_path, kernels=TableKernels, capture=RunInOnePlace())

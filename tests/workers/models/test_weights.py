@@ -318,7 +318,7 @@ def save_large(folder: Path, arch: str) -> Path:
 
 
 def test_layers_for_multi_token_prediction_are_not_read(tmp_path: Path) -> None:
-    """DeepSeek-V3's stand behind the two of the model; a layer after them is unknown."""
+    """DeepSeek-V3's stand after the two of the model; a layer after them is unknown."""
     save_checkpoint("deepseek_v3", tmp_path)
     rewrite(tmp_path, {"model.layers.2.eh_proj.weight": torch.ones(2, 2)})
     load_places(tmp_path)

@@ -143,7 +143,7 @@ def test_the_signal_is_posted_before_the_first_token_is_waited_for(
 def test_a_quiet_push_is_answered_while_the_next_forward_computes(
     pair: LoopPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It drained too late for the wait behind its own forward."""
+    """It drained too late for the wait after its own forward."""
     prompt = random_prompt(37, 0)
     reservations = {name: pair.prepare(name, prompt) for name in "ab"}
     pair.fabric.hold(DECODE)

@@ -39,7 +39,7 @@ def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 class Rows:
-    """Rows that are stepped with random logits, and random tokens behind them."""
+    """Rows that are stepped with random logits, and random tokens after them."""
 
     def __init__(self, params: Sequence[SamplingParams | None], seed: int = 0) -> None:
         """None: a row without rules."""

@@ -79,7 +79,7 @@ def test_a_mixed_batch_gives_what_separate_forwards_give(folder: Path, tree: lis
 
 
 def test_drafts_are_verified_as_tokens_come_one_by_one(folder: Path) -> None:
-    """The logits behind each of four tokens equal those of four steps beside the other sequences."""
+    """The logits after each of four tokens equal those of four steps beside the other sequences."""
     mixed, stepped = model_with_contexts(folder), model_with_contexts(folder)
     logits = launch_all(mixed)[49 + 1 : 49 + 5]
     expected = [launch(stepped, [3], CACHED[3] + step, 1) for step in range(4)]

@@ -37,7 +37,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.gate("qwen3-*", "gemma4-129", "gpt_oss-65", "llama4-33", "qwen3_moe-1")
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_lone_prompt(folder: Path, length: int) -> None:
-    """Whole, then behind a prefix of its own, in the same graph; all beyond the largest go eagerly."""
+    """Whole, then after a prefix of its own, in the same graph; all beyond the largest go eagerly."""
     both, prompt = (captured(folder), plain(folder)), random_prompt(length + 20, length)
     for runner in both:
         runner.cache.add_sequence(0)

@@ -143,7 +143,7 @@ DRAFTS = [((3, 1), (1, 1)), ((2, 0), (0, 0)), ((1, 3), (1, 1))]
 @pytest.mark.long
 @pytest.mark.parametrize("captured", [True, False])
 def test_drafts_are_verified(captured: bool, tmp_path: Path, on_triton: list[int]) -> None:
-    """Steps of the graphs go on behind what held. What the steps have left is a prefix for another sequence."""
+    """Steps of the graphs go on after what held. What the steps have left is a prefix for another sequence."""
     folder = save_checkpoint("qwen3_next-options", tmp_path)
     prompts = {sequence: random_prompt(length, length) for sequence, length in enumerate((21, 12))}
     expected = greedy_all(load_oracle(folder), list(prompts.values()), 12)
@@ -239,7 +239,7 @@ def verify(
     sizes: Sequence[int],
     right: Sequence[int],
 ) -> None:
-    """A verify step of all sequences. Behind the drafted tokens that are right come others."""
+    """A verify step of all sequences. After the drafted tokens that are right come others."""
     tokens = []
     for sequence, (size, held) in enumerate(zip(sizes, right, strict=True)):
         done = len(made[sequence])

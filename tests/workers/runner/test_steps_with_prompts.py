@@ -26,7 +26,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_one_forward_gives_what_two_give(
     folder: Path, capture: Callable[[], Capture] | None, params: SamplingParams
 ) -> None:
-    """The logits behind prompts are read when further graphs have run, which write where they were."""
+    """The logits after prompts are read when further graphs have run, which write where they were."""
     together, apart = (
         Beside(folder, capture=capture and capture(), together=each, params=params, kernels=TableKernels)
         for each in (True, False)

@@ -41,7 +41,7 @@ NO_MORE = {"additionalProperties": False}
 
 
 def draw(grammars: Grammars, guided: Guided, seed: int, again_at: int) -> list[int]:
-    """Its tokens; the request is placed again behind again_at of them."""
+    """Its tokens; the request is placed again after again_at of them."""
     rng, params, output = np.random.default_rng(seed), SamplingParams(guided=guided, seed=seed), list[int]()
     sampler = EagerSampler(torch.device("cpu"))
     batch, constraint = SampleBatch.from_params([]), None

@@ -61,7 +61,7 @@ def follows(constraint: Constraint, ids: list[int]) -> bool:
 
 
 def draw(grammars: Grammars, how: Guided, seed: int, again_at: int) -> list[int]:
-    """Tokens drawn at random; the request is placed again behind again_at of them."""
+    """Tokens drawn at random; the request is placed again after again_at of them."""
     rng, output, constraint = np.random.default_rng(seed), list[int](), grammars.constraint(how)
     while EOS not in output and len(output) < MOST:
         if len(output) == again_at:

@@ -143,7 +143,7 @@ ACTIONS = st.one_of(
 
 
 def test_prompts_whose_pages_are_on_their_way_do_not_hold_up_rows() -> None:
-    """Their forwards would wait, and steps behind these. Without rows they begin with the layers that are there."""
+    """Their forwards would wait, and steps after these. Without rows they begin with the layers that are there."""
     scheduler = Scheduler(64)
     coming, there = prompt(1, 9), prompt(2, 5)
     coming.arriving = True

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 LENGTH, NUM_TOKENS = 3, 16
 CPU = torch.device("cpu")
 Naive = Callable[[Sequence[int], int], list[int]]
-"""The tokens, so many, that a naive head drafts behind a context."""
+"""The tokens, so many, that a naive head drafts after a context."""
 
 
 @torch.inference_mode()
@@ -138,7 +138,7 @@ def mtp_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture
 def with_mtp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers reads the third layer of these, which is behind two, and not behind as many as published ones
+    """transformers reads the third layer of these, which is after two, and not after as many as published ones
     have."""
     from transformers import DeepseekV3ForCausalLM, Glm4MoeForCausalLM
 
@@ -325,7 +325,7 @@ def test_eagle3_drafts_beside_states(tmp_path: Path, case: str) -> None:
 
 
 def test_a_head_that_is_always_wrong_leaves_steps_to_the_target(tmp_path: Path) -> None:
-    """Its KV has holes then; what is drafted behind a prefix with such is wrong, too, and changes nothing."""
+    """Its KV has holes then; what is drafted after a prefix with such is wrong, too, and changes nothing."""
     target = tmp_path / "target"
     make_model("llama", num_hidden_layers=8).save_pretrained(target)
     save_eagle3(tmp_path / "head", whole_vocab=True)

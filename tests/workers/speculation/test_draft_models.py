@@ -100,7 +100,7 @@ def test_a_prefix_brings_the_drafters_kv(checkpoints: Callable[[str], Path]) -> 
 
 
 class FailsInTheMiddle:
-    """Fails in the second step of its third draft, before it has grown the sequences or behind that."""
+    """Fails in the second step of its third draft, before it has grown the sequences or after that."""
 
     computes = True
 

@@ -113,7 +113,7 @@ def _push_spans(
     source, target, source_pages, target_pages, source_first, target_first, span,
     source_page, source_row, target_page, target_row, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A page has planes, one behind the other, of all its layers."""
+    """A page has planes, one after another, of all its layers."""
     begin = tl.load(source_pages + tl.program_id(0)).to(tl.int64)
     end = tl.load(target_pages + tl.program_id(0)).to(tl.int64)
     at = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)

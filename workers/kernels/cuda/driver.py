@@ -45,7 +45,7 @@ class Function:
     ) -> None:
         """threads: of a block. shared_bytes: what a block takes besides what it declares. cluster: blocks of one.
 
-        cooperative: all blocks run at once, behind what is queued before. Other kernels may start earlier, see
+        cooperative: all blocks run at once, after what is queued before. Other kernels may start earlier, see
         dependent_launch.py.
         """
         self._module, self._handle = module, ctypes.c_void_p()

@@ -226,7 +226,7 @@ class DecodeMegakernel:
         """Logits [rows, vocab] that follow the tokens with embeddings x [rows, hidden]. Stores their K and V.
 
         pages: of as many sequences, a pool of all layers and a rotation of whole heads; see takes(). taps: layers but
-        the first, up to MAX_TAPS, whose inputs are wanted, too: [rows, taps · hidden], one behind the other.
+        the first, up to MAX_TAPS, whose inputs are wanted, too: [rows, taps · hidden], one after another.
         """
         logits = torch.empty((self._rows, self._shape.vocab), dtype=x.dtype, device=x.device)
         tapped = None

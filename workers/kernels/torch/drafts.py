@@ -67,7 +67,7 @@ class TorchDraftKernels:
 
 
 def _followed(history: Tensor, max_ngram: int) -> Tensor:
-    """All that stands behind the first place of the longest n-gram that ends the history [n], as look_up() finds it."""
+    """All that stands after the first place of the longest n-gram that ends the history [n], as look_up() finds it."""
     last = history.shape[0] - 1
     if last < 1 or not (history[:last] == history[last]).any():
         return history[:0]

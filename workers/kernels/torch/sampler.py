@@ -82,5 +82,5 @@ def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
     index = torch.searchsorted(sums, uniforms * sums[:, -1:], right=True)
     # uniforms · total may round up to the total itself: then the last index that carries weight
     last = torch.searchsorted(sums, sums[:, -1:].contiguous())
-    # Of a row that is not finite both are behind its end.
+    # Of a row that is not finite both are after its end.
     return torch.minimum(index, last).clamp_(max=weights.shape[-1] - 1).squeeze(1)

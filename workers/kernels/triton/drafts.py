@@ -1,4 +1,4 @@
-"""Drafts by prompt lookup between two verify steps, in a kernel behind the first and one before the second."""
+"""Drafts by prompt lookup between two verify steps, in a kernel after the first and one before the second."""
 
 from typing import Any
 

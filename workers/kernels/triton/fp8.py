@@ -48,7 +48,7 @@ def quantize_rows(x: Tensor, group: int, multiple: int = 1) -> tuple[Tensor, Ten
     """E4M3 [T, K] and float32 scales [T, K / group], whose columns are contiguous. A scale is of `group` columns of a
     row, by their largest number. x: [T, K], its rows contiguous; K a multiple of group, which is K or a power of 2.
 
-    multiple: of the number of rows. Those behind T hold anything.
+    multiple: of the number of rows. Those after T hold anything.
     """
     rows, columns = x.shape
     groups, made = columns // group, cdiv(rows, multiple) * multiple
@@ -116,7 +116,7 @@ def few_rows_tiling(weights: ScaledLinear, tokens: int) -> Tiling:
 def few_rows_linear(x: Tensor, weights: ScaledLinear, counters: Tensor, tiling: Tiling | None = None) -> Tensor:
     """x · weightᵀ + bias [T, out] of x [T, in] in 16 bits, by sums in float32.
 
-    counters: int32 zeros, one for each LEAST_TILE rows of the weight; they are zeros again behind it.
+    counters: int32 zeros, one for each LEAST_TILE rows of the weight; they are zeros again after it.
     """
     (rows, columns), tokens = weights.weight.shape, x.shape[0]
     tiling = tiling or few_rows_tiling(weights, tokens)

@@ -102,7 +102,7 @@ def _sort_pairs(
     chosen, pairs, owners, num_pairs, num_experts, bound,
     ROWS: tl.constexpr, PAIRS: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A pair stands where its expert's blocks begin, behind the expert's earlier pairs."""
+    """A pair stands where its expert's blocks begin, after the expert's earlier pairs."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

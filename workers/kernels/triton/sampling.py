@@ -130,7 +130,7 @@ def _best(orders, k):
 @triton.jit
 def _gather(row, vocab, cold, first, last, gathered, indices, BLOCK: tl.constexpr):
     """Whether at most BLOCK tokens have an order from `first` to `last`, int32. If so, `indices` has them in ascending
-    order, and `gathered` their logits and -inf behind them."""
+    order, and `gathered` their logits and -inf after them."""
     count = tl.full((), 0, tl.int32)
     for begin in range(0, vocab, BLOCK):
         token = begin + tl.arange(0, BLOCK)
@@ -220,7 +220,7 @@ def _narrow(row, vocab, cold, best, least, low, above, dropped, BLOCK: tl.conste
     lower, upper = best - tl.log(vocab.to(tl.float32) / dropped) - 0.01, best
     left, right = tl.maximum(low, _order_of(lower).to(tl.int64)), above
     under_left = tl.full((), 0, tl.int32)
-    under_right = tl.cdiv(vocab, BLOCKS * BLOCK) * (BLOCKS * BLOCK)  # what stands behind the vocabulary, too
+    under_right = tl.cdiv(vocab, BLOCKS * BLOCK) * (BLOCKS * BLOCK)  # what stands after the vocabulary, too
     rounds = tl.full((), 0, tl.int32)
     while (under_right - under_left > BLOCK) & (rounds < ROUNDS):
         step = (upper - lower) / 4

@@ -1,4 +1,4 @@
-"""The self-attention of an encoder: each token sees those before and behind it, and nothing is kept."""
+"""The self-attention of an encoder: each token sees those before and after it, and nothing is kept."""
 
 from collections.abc import Sequence
 

@@ -21,7 +21,7 @@ class HyperConnection:
         return self._kernels.open(streams, self._parameters, self._settings)
 
     def close(self, streams: Tensor, output: Tensor, post: Tensor, mix: Tensor) -> Tensor:
-        """The streams [T, N, H] behind a block that gave output [T, H]: expanded output and mixed streams."""
+        """The streams [T, N, H] after a block that gave output [T, H]: expanded output and mixed streams."""
         return self._kernels.close(streams, output, post, mix)
 
 

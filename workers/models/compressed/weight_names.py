@@ -1,4 +1,4 @@
-"""The weight names of DeepSeek-V4 as it is published, behind `model.`."""
+"""The weight names of DeepSeek-V4 as it is published, after `model.`."""
 
 from torch import Tensor
 

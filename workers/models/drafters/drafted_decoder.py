@@ -12,7 +12,7 @@ from tandem.workers.models.drafters.layers import LayersBehind
 
 
 class DraftSteps:
-    """The drafter by itself: a Decoder of its own layers, which stand behind the target's.
+    """The drafter by itself: a Decoder of its own layers, which stand after the target's.
 
     Tokens that only one of both vocabularies has, which is padding, are never drafted. What is no token, of logits that
     are not finite, is taken for the last.
@@ -47,7 +47,7 @@ class DraftedDecoder:
     """The target, with which each forward computes what the drafter's layers keep of the same tokens.
 
     So a position that is stored is stored in all layers: prefixes, pushes and moves bring the drafter's KV along, and a
-    drafter has nothing to catch up on. A sequence that gave up drafts may lack some (Speculation.step): behind those a
+    drafter has nothing to catch up on. A sequence that gave up drafts may lack some (Speculation.step): after those a
     drafter is wrong.
     """
 

@@ -18,7 +18,7 @@ class DraftHead(Protocol):
 
     @property
     def taps(self) -> tuple[int, ...]:
-        """The target's layers whose inputs it takes, one behind the other; none: what the target's head takes."""
+        """The target's layers whose inputs it takes, one after another; none: what the target's head takes."""
         ...
 
     def enter(self, features: Tensor) -> Tensor:
@@ -37,7 +37,7 @@ class DraftHead(Protocol):
 
 
 class HeadedDecoder:
-    """A target, and the head whose layer stands behind the target's own.
+    """A target, and the head whose layer stands after the target's own.
 
     Each forward computes both. Of a step the head computes its part when the step's tokens are sampled: follow(). Of
     prompts the next token is the prompt's, or the first token where the prompt ends: the sampled one after
@@ -147,7 +147,7 @@ class HeadSteps:
 
     @torch.inference_mode()
     def go_on_from(self, outputs: Tensor, rows: Tensor) -> None:
-        """The next step is behind these rows, int64 [n], of what the head gave, [T, H]."""
+        """The next step is after these rows, int64 [n], of what the head gave, [T, H]."""
         room = self._reserved
         if room is None or rows.shape[0] > room.shape[0]:
             self._hidden = outputs.index_select(0, rows)
@@ -156,12 +156,12 @@ class HeadSteps:
             torch.index_select(outputs, 0, rows, out=room[: rows.shape[0]])
 
     def logits_ahead(self, num_rows: int) -> Tensor:
-        """[n, vocab], behind the first rows that are gone on from, with no step."""
+        """[n, vocab], after the first rows that are gone on from, with no step."""
         assert self._hidden is not None, "rows to go on from come first"
         return self._model.head.logits(self._hidden[:num_rows])
 
     def forward(self, token_ids: Tensor, cached: CachedAttention, last_rows: Tensor | None) -> Tensor:
-        """Logits [n, vocab] behind the next tokens of the first rows, int64 [n]; see DenseDecoder.forward."""
+        """Logits [n, vocab] after the next tokens of the first rows, int64 [n]; see DenseDecoder.forward."""
         assert last_rows is None, "a step's rows are all wanted"
         assert self._hidden is not None, "rows to go on from come first"
         hidden = self._hidden[: token_ids.shape[0]]

@@ -1,4 +1,4 @@
-"""The attention of a drafter's layers, which stand behind the target's in the cache's layout."""
+"""The attention of a drafter's layers, which stand after the target's in the cache's layout."""
 
 from torch import Tensor
 

@@ -1,6 +1,6 @@
 """Multi-token prediction: a further layer of the checkpoint predicts the token after the next one.
 
-DeepSeek-V3 and GLM-4-MoE number it behind the others. Qwen3-Next and Qwen3.5 have it apart, as a full-attention layer.
+DeepSeek-V3 and GLM-4-MoE number it after the others. Qwen3-Next and Qwen3.5 have it apart, as a full-attention layer.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""DeepSeek-V2: latent attention; shared and routed experts behind a few dense layers, chosen within groups.
+"""DeepSeek-V2: latent attention; shared and routed experts after a few dense layers, chosen within groups.
 
 DeepSeek-V3: sigmoid scores, a learned correction of the choice, and groups ranked by their two best. Layers for
 multi-token prediction, which follow the others in a checkpoint, are read where they draft.
@@ -141,7 +141,7 @@ def _read_both(
 
 
 def _read_sparse_layers(fields: Fields, num_layers: int, num_dense: int, kinds: str | None) -> frozenset[int]:
-    """The layers with experts: those that the field `kinds` calls sparse, where it is there, or those behind the first
+    """The layers with experts: those that the field `kinds` calls sparse, where it is there, or those after the first
     dense ones."""
     if kinds is None or kinds not in fields:
         return frozenset(range(fields.integer("first_k_dense_replace", num_dense), num_layers))

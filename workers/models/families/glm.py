@@ -1,4 +1,4 @@
-"""GLM-4-MoE (GLM-4.5 to 4.7): grouped-query attention that rotates a part of each head. Behind a few dense layers there
+"""GLM-4-MoE (GLM-4.5 to 4.7): grouped-query attention that rotates a part of each head. After a few dense layers there
 are shared and routed experts, chosen as DeepSeek-V3's. Its layer for multi-token prediction is read where it drafts.
 """
 

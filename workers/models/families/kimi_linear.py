@@ -1,4 +1,4 @@
-"""Kimi Linear: Kimi Delta Attention in three of four layers, and latent attention without RoPE in the others. Behind a
+"""Kimi Linear: Kimi Delta Attention in three of four layers, and latent attention without RoPE in the others. After a
 first dense layer there are shared and routed experts, chosen as DeepSeek-V3's.
 """
 

@@ -18,7 +18,7 @@ from tandem.workers.models.window_fields import ChunkedConfig
 NAMES = ExpertNames("feed_forward", "router", projections=None, transposed=True, shared="shared_expert")
 # When absent, as in transformers.
 HEAD_DIM, EPS, THETA, DENSE_SIZE, CHUNK, FULL_EVERY, FLOOR, SCALE = 128, 1e-5, 5e5, 16384, 8192, 4, 8192, 0.1
-ROPE_TYPES = ("default", "linear", "llama3")  # those that keep the length of q and k, which are normalised behind it
+ROPE_TYPES = ("default", "linear", "llama3")  # those that keep the length of q and k, which are normalised after it
 OF_WHOLE = ("architectures", "dtype", "torch_dtype", "quantization_config")  # not in text_config, or not always
 TOKENS = ("bos_token_id", "eos_token_id")  # of the whole model, where text_config has none
 CHUNKED, FULL = "chunked_attention", "full_attention"

@@ -13,5 +13,5 @@ def halves_first(rows: Tensor) -> None:
 
 
 def last_first(rows: Tensor, count: int) -> None:
-    """The first `count` rows of each block go behind its others; rows: [blocks, n, …], in place."""
+    """The first `count` rows of each block go after its others; rows: [blocks, n, …], in place."""
     rows.copy_(torch.cat((rows[:, count:], rows[:, :count]), 1))

@@ -28,8 +28,8 @@ def digest_kv(
     at `end`, at the receiver. add_up: the sum of what all ranks of the worker give it, modulo 2⁶⁴.
 
     Σ word · weight(column) · weight(position) modulo 2⁶⁴, of which the upper half is taken: as quick as a sum, in any
-    order, and since weights are odd and differ, one wrong word is noticed and so are two that changed places.
-    Columns are those of all ranks. Of ranks that hold the same ones the first weighs them.
+    order. Weights are odd and differ, so the digest changes with one wrong word, or when two words change places.
+    Columns count over all ranks. If several ranks hold a column, the first weighs it.
     """
     total: Tensor | int = 0
     layout, numbers, border = cache.layout, _group_numbers(cache.layout), cache.sequence(sequence).border

@@ -13,8 +13,8 @@ from tandem.cache.plan.tables import TokenLayout
 class BatchPrefixes:
     """Finds the pages that rows of one layer group share. With rule None they share nothing.
 
-    What was found stays true while the rows are the same and none of them has lost or exchanged a page: a row that
-    grows gets pages of its own, and sequences that slide do not share.
+    A finding holds while the rows are the same and none has lost or exchanged a page. A row that grows gets pages of
+    its own, and sequences that slide do not share.
     """
 
     def __init__(self, table: GroupTable, rule: SharingRule | None) -> None:

@@ -1,4 +1,5 @@
-"""Compressed KV in one forward: what its tokens complete is made of stored inputs, and what each token sees of it.
+"""Compressed KV in one forward: makes the entries that tokens complete from stored inputs, and finds the entries that
+each token sees.
 
 See tandem.cache.kernels.torch.compressed for how entries are made.
 """
@@ -27,7 +28,7 @@ Store = Callable[[int, int, Tensor, Tensor | None], None]
 
 
 class _Group(NamedTuple):
-    """One of the groups of CompressedGroups, and what was planned of it."""
+    """One of the groups of CompressedGroups, and its plan."""
 
     group: int
     pool: Tensor

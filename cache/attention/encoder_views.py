@@ -1,7 +1,7 @@
 """Attention to an encoder's entries as plain causal attention: each token becomes the last of a sequence of its own.
 
-A query sees all E entries of its sequence's encoder, whatever its own position is. So it is planned as one that stands
-at position E - 1 of them, and nothing without causality is needed: in decode steps, in graphs and in prompts alike.
+A query sees all E entries of its sequence's encoder, whatever its own position is. So it is planned as a query at
+position E - 1, and causal attention suffices in decode steps, graphs and prompts.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ from tandem.cache.plan.tables import TokenLayout
 
 
 def see_encoder(rows: Int64Array, tokens: TokenLayout, encoder_lens: Int64Array) -> tuple[Int64Array, TokenLayout]:
-    """The row (int64 [T]) of each of T tokens, those of rows (int64 [B]), and their layout. encoder_lens: int64, by
+    """Returns the row (int64 [T]) of each of T tokens of rows (int64 [B]), and their layout. encoder_lens: int64, by
     row."""
     of = rows if tokens.each_one else rows[tokens.owners]
     seq_lens, count = encoder_lens[of].astype(np.int32), of.size

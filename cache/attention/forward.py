@@ -71,8 +71,8 @@ class Batch(NamedTuple):
     """What one forward computes: the next append_lengths[i] ≥ 1 positions of sequence seq_ids[i], any number of each.
     So prompt chunks, decodes and drafts that are verified stand in one batch.
 
-    rope_lengths: dynamic RoPE rotates a token by the length of its sequence, as transformers does: that of the whole
-    prompt where it comes in chunks. None, or where smaller: the length after this append.
+    rope_lengths: dynamic RoPE rotates a token by the length of its sequence, as transformers does. For a prompt in
+    chunks that is the whole prompt's length. None, or where smaller: the length after this append.
 
     token_tree_parents: None, or an entry for each sequence. None for a plain one; else, for each new position, the node
     that it follows in the sequence's token tree, or -1 for a root. Nodes count over the whole open tree, which later
@@ -82,8 +82,8 @@ class Batch(NamedTuple):
 
     push: whether the forward sends what is marked; if not, send_cached() or a later forward does.
 
-    scratch: so many of the last positions of each sequence will be popped, with those of this forward. What a query
-    in the place of the first of them sees stays.
+    scratch: the number of last positions of each sequence that will be popped, including this forward's. Positions that
+    a query in place of the first one sees stay.
 
     drafted: the new positions of a sequence but the first are drafts. Until the sequence's next
     forward, or another with drafts, pop may take back any of them, also where a group keeps states.
@@ -170,8 +170,8 @@ class Attention:
         return self.run(layer, x)
 
     def store_given(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Stores k and v [T, num_kv_heads, head_dim] of an encoder's positions, not rotated. Those of the padding mean
-        nothing."""
+        """Stores k and v [T, num_kv_heads, head_dim] of an encoder's positions, not rotated. The padding's values
+        mean nothing."""
         group, plan, index = self._find(layer)
         self._check_side(layer, stores_given=True)
         group.check(plan.num_tokens, QKV(k, k, v))
@@ -209,8 +209,8 @@ class Attention:
         q [T, num_heads, head_dim] and kv [T, 1, head_dim] are not rotated; sinks are as for attend(). RoPE rotates the
         last numbers of a head, neighbours as one pair, and o is rotated back.
 
-        compression: of a layer with groups of compressed KV: inputs and entries are stored here and with receivers, and
-        each token attends to its window and to the entries that are complete before it, or the top_k of these.
+        compression: of a layer with groups of compressed KV: inputs and entries are stored here and with receivers.
+        Each token attends to its window, and to the complete entries before it, or to the best top_k.
         """
         group, plan, index = self._find(layer)
         if group.kind.takes is not SharedKV:
@@ -249,8 +249,8 @@ class Attention:
         return self.by_token.attend(of, group, (index, inputs, entries, keys), x, compression)
 
     def _choose(self, layer: int, choice: Index | None) -> Tensor | None:
-        """Returns the positions that a layer's queries attend to, see Latents. A layer without index keys takes those
-        of the layer before it."""
+        """Returns the positions that a layer's queries attend to, see Latents. A layer without index keys takes the
+        positions of the layer before it."""
         if choice is None and layer in self.layers.index_keys:
             raise InvalidArgument(f"choice is None; layer {layer} has index keys, by which its queries must choose")
         if choice is not None and layer not in self.layers.index_keys:
@@ -277,9 +277,9 @@ class Attention:
         self.stored_beside.add((group, layer))
 
     def new_entries(self, group: int) -> TokenLayout:
-        """The entries that a forward's tokens complete in a layer group, packed as tokens are: `owners` says whose they
-        are, among the forward's sequences, and `positions` which entries of these. In a group with an entry for each
-        position they are the tokens."""
+        """Returns the entries that a forward's tokens complete in a layer group, packed like tokens. `owners`: the
+        forward's sequences that they belong to. `positions`: their indices in these sequences. In a group with an
+        entry for each position they are the tokens."""
         tokens = self.plans[group].tokens if 0 <= group < len(self.plans) else None
         if tokens is None:
             raise InvalidArgument(f"group is {group}; 0 … {len(self.plans) - 1} are accepted, not in graph buffers")
@@ -348,7 +348,7 @@ class Attention:
         return self._factors
 
     def check_complete(self, layers: range | None = None) -> None:
-        """InvalidArgument when one of these layers, None: of all, that stores K and V never ran."""
+        """Raises InvalidArgument when a layer among `layers` (None: all) that stores K and V never ran."""
         given = self.layers.given
         own = given if self.encodes else self.layers.places.keys() - given
         stored = [layer for layer in layers or sorted(own) if layer not in self.layers.readers]

@@ -165,8 +165,8 @@ class GraphBuffers:
         ways: SlidingRows | None = None,
     ) -> None:
         """The forward that the next replay computes, once send() ends this; none that shares its staging is prepared
-        between. layouts, tables: of each layer group, see GroupAttention.split. inputs: the first elements of those of
-        the buffers. ways: of all rows, where limits.sliding."""
+        between. layouts, tables: of each layer group, see GroupAttention.split. inputs: first elements of the
+        buffers' inputs. ways: of all rows, where limits.sliding."""
         limits, positions = self.limits, layouts[0].positions
         missing = limits.num_tokens - positions.size
         if limits.one_each:

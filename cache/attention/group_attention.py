@@ -130,8 +130,8 @@ class GroupAttention:
             self._appended(plan, layer, k, v)
 
     def read(self, plan: GroupPlan, layer: int, x: Query) -> Tensor:
-        """See AttentionBackend.read. Of an encoder's entries, which no layer stores now, it pushes what the plan sends:
-        all of them are cached."""
+        """See AttentionBackend.read. No layer stores an encoder's entries now. All are cached, so it pushes those
+        that the plan sends."""
         if self.given and layer == 0 and plan.sends:
             self.push_cached(plan.sends)
         return (plan.own if plan.captured else self.backend).read(plan, layer, x)
@@ -155,8 +155,8 @@ class GroupAttention:
             self.writer.write_tokens(send.target_pe, self.group, layer, k, v, send.token_indices, send.token_slots)
 
     def push_cached(self, sends: Sequence[Send], *, staged: bool = False) -> None:
-        """Their cached positions, page to page. staged: the forward launched last stored the last of them, so that
-        layers may go as soon as it has."""
+        """Pushes the cached positions of the sends, page to page. staged: the forward launched last stores the last
+        positions. So each layer may go as soon as it is stored."""
         stages = self.stored.stages if staged and self.stored is not None else ()
         for send in sends:
             assert self.writer is not None

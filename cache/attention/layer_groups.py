@@ -34,8 +34,8 @@ def make_groups(
     kernels: KernelFactory,
     encoder_lens: Int64Array | None = None,
 ) -> LayerGroups:
-    """One for each group of the layout, whose pools, tables and heads these are; kernels: the backends of those with K
-    and V. encoder_lens: see GroupAttention.
+    """Makes the attention of each group of the layout from the groups' pools, tables and heads. kernels: the backends
+    of groups with K and V. encoder_lens: see GroupAttention.
 
     Raises InvalidArgument.
     """

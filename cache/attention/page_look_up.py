@@ -51,8 +51,8 @@ class PageLookUp:
     def sliding_slots(
         self, rows: Int64Array, lengths: Int64Array, sliding: SlidingTable
     ) -> tuple[Int32Array, Int32Array]:
-        """bounds int32 [N + 1] and slots int32: slots[bounds[i] : bounds[i + 1]] are those of all that rows[i] (int64
-        [N], of `sliding`) stores, in order; at least one. lengths: int64 [max_sequences]."""
+        """bounds int32 [N + 1] and slots int32: slots[bounds[i] : bounds[i + 1]] are the slots of all entries of
+        rows[i] (int64 [N], of `sliding`), in order; at least one. lengths: int64 [max_sequences]."""
         bounds = indptr_of(lengths[rows] - sliding.holes[rows])
         if self._native is not None:
             return bounds, self._native.sliding_slots(rows, lengths, sliding, int(bounds[-1]))

@@ -47,8 +47,8 @@ class SlidingSequences:
             )
 
     def check_rotated(self, window: int, sink: int, length: int) -> None:
-        """InvalidArgument unless a sequence can slide whose first `length` positions are rotated: q is rotated as far
-        after them as one of them stays, and rotations are known up to the longest sequence."""
+        """InvalidArgument unless a sequence can slide whose first `length` positions are rotated. q is rotated
+        relative to such a position as long as it stays, and rotations are known up to the longest sequence."""
         most = self._rotations.max_positions - (window - sink)
         if length > max(sink, most):
             raise InvalidArgument(
@@ -201,8 +201,8 @@ class SlidingSequences:
             raise InvalidArgument(f"only the last {most} positions are there; what was before has left the window")
 
     def check_map(self, row: int, position_map: PositionMap) -> None:
-        """InvalidArgument for the map of a sequence that slides otherwise, whose K is rotated otherwise too, and when a
-        map asks for what the row has evicted, or does before the map's end is reached."""
+        """InvalidArgument for the map of a sequence that slides in another way, or whose K is rotated in another
+        way. Also when a map asks for positions that the row has evicted, or will evict before the map's end."""
         sliding_table = self._table.sliding
         sliding = sliding_table.sliding(row)
         into = position_map.sliding

@@ -47,7 +47,7 @@ class Beside(ServedKind):
         return "entries" if self.top_k is None else "keys"
 
     def check(self, index: int, groups: Sequence[LayerGroup], page_size: int) -> None:
-        """The layers are those of groups that are attended to."""
+        """Layers must be layers of groups that are attended to."""
         super().check(index, groups, page_size)
         layers = groups[index].layers
         if self.planes not in (1, 2):
@@ -86,11 +86,11 @@ class Beside(ServedKind):
 
 
 class CompressedGroups(NamedTuple):
-    """The groups beside that of a layer with K and V in one plane which hold its compressed KV (DeepSeek-V4).
+    """The groups that hold the compressed KV of a layer with K and V in one plane (DeepSeek-V4).
 
-    inputs: of what entries are made, values in plane 0 and gates in plane 1, for the positions of one entry, or, where
-    entries overlap, of two. entries: compressed KV, one for several positions. keys: index keys of these, by which a
-    query chooses top_k of them; None: a query attends to all.
+    inputs: values (plane 0) and gates (plane 1) that make entries, for the positions of one entry, or of two where
+    entries overlap. entries: compressed KV, one for several positions. keys: index keys of the entries, by which a
+    query chooses top_k entries; None: a query attends to all.
     """
 
     inputs: int

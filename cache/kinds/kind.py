@@ -64,7 +64,7 @@ class ServedKind(Kind):
 
     @abstractmethod
     def check_inputs(self, num_tokens: int, x: Any, site: Site) -> None:
-        """InvalidArgument unless x, of type `takes`, is that of num_tokens tokens."""
+        """InvalidArgument unless x, of type `takes`, fits num_tokens tokens."""
 
     def check_query(self, num_tokens: int, x: Query, site: Site) -> None:
         """InvalidArgument unless x is Attention.read's for num_tokens tokens; of kinds whose backends read."""

@@ -22,8 +22,8 @@ from tandem.cache.plan.spans import ALL
 
 @dataclass(frozen=True)
 class Latent(ServedKind):
-    """One plane of one head: `rank` numbers of which every head's K and V are made, then the rotated part of K that
-    the heads share."""
+    """One plane of one head: `rank` numbers from which every head's K and V are made, then the rotated part of K
+    that the heads share."""
 
     head_dim: int
     rank: int

@@ -7,7 +7,7 @@ from tandem.cache.plan.errors import InvalidArgument
 
 
 def check_tensor(name: str, x: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """InvalidArgument, which calls x `name`, unless it is that, with a last stride of 1."""
+    """InvalidArgument, which calls x `name`, unless x has this shape, dtype and device, and a last stride of 1."""
     if x is None:
         raise InvalidArgument(f"{name} is None; {shape} of {dtype} on {device} is accepted")
     if x.shape != shape or x.dtype is not dtype or x.device != device or x.stride(-1) != 1:

@@ -24,8 +24,8 @@ class CopyFences:
     def before(
         self, rows: Int64Array, tokens: TokenLayout, kept: Sequence[StateWrites] = (), *, by_layers: bool
     ) -> Arrivals | None:
-        """A forward that has grown rows (int64 [B]) by `tokens` writes their pages and snapshots `kept` after the
-        copies of these, and reads after those of others.
+        """Orders a forward that has grown rows (int64 [B]) by `tokens` after copies. It writes pages and snapshots
+        `kept` after copies of them, and reads other pages after theirs.
 
         by_layers: where the rows' pages are on their way up, the forward itself waits, for each layer by what this
         returns. Not in layouts with states or an encoder, and not where sequences slide.

@@ -25,10 +25,9 @@ class ForwardCalls(Parts):
         """Grows the batch's sequences and plans the forward that computes the new positions.
 
         buffers: are filled with the forward; it pushes nothing, takes no token trees, and sequences that slide only
-        where limits.sliding.
-        Those of a verify step take several new positions of a sequence, as rows of their own, and those of a chain the
-        last of several. inputs: the first elements of those of the buffers, int64. What the forward before sees of a
-        decode step's sequences stays, for that forward may still run.
+        where limits.sliding. Buffers of a verify step take several new positions of a sequence, as rows of their own.
+        Buffers of a chain take the last of several. inputs: first elements of the buffers' inputs, int64. Positions
+        that the previous forward sees of a decode step's sequences stay, because it may still run.
         """
         sequences, given = ids_of(batch.seq_ids), batch.append_lengths
         if batch.encodes:
@@ -118,10 +117,10 @@ class ForwardCalls(Parts):
         return Forward(sequences, tokens, attention, sent, standing)
 
     def commit(self, forward: Forward, layers: range | None = None) -> None:
-        """All layers of the forward were launched: what it had to send counts as issued.
+        """Commits a forward whose layers were all launched: its sends count as issued.
 
-        layers: those that the forward was for, whose positions are scratch and will be popped; None: all. A forward of
-        some layers sends nothing. InvalidArgument, and nothing counts, when one of them never ran.
+        layers: the layers of a forward whose positions are scratch and will be popped; None: all. A forward of some
+        layers sends nothing. InvalidArgument, and nothing counts, when one of them never ran.
         """
         self._check_owner(forward)
         if forward.buffers is None:
@@ -142,8 +141,8 @@ class ForwardCalls(Parts):
     # Graph buffers
 
     def graph_buffers(self, limits: Sequence[Limits]) -> list[GraphBuffers]:
-        """Buffers for CUDA graphs, see GraphBuffers, of those limits (all of decode steps, or all of prompts) that the
-        backends and RoPE can do. They share memory: one is filled and replayed before the next is."""
+        """Makes GraphBuffers for CUDA graphs, for each limit that the backends and RoPE support. All limits are of
+        decode steps, or all of prompts. The buffers share memory: each is filled and replayed before the next."""
         return make_graph_buffers(limits, self._groups, self._rotations, self._layers, self._table)
 
     def foresee(self, buffers: GraphBuffers, seq_ids: Ids, inputs: Sequence[Int64Array]) -> Forward | None:

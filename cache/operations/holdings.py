@@ -22,22 +22,21 @@ class SequenceState(NamedTuple):
 
 
 class PageCounts(NamedTuple):
-    """Pages of the scarcest layer group; one that covers several times page_size positions counts as so many.
+    """The pages of the scarcest layer group. A page that covers n · page_size positions counts as n.
 
     free: that can be allocated, also those that only the prefix index uses. A page of a group with a window counts for
     each sequence that uses it: see PageUsers. cached: in the prefix index, used by sequences or not. draining: used by
     nobody, but a remote writer may still hit them.
 
-    Pages of states, each of a whole sequence, count apart: state_pages, free_state_pages as above. snapshots: those of
-    them that hold a state of an earlier position, for sequences or the prefix index, snapshot_bytes in all.
-    evicted_snapshots: those that the prefix index has dropped so far.
+    Pages of states, each of a whole sequence, count apart: state_pages, free_state_pages as above. snapshots: pages
+    that hold a state of an earlier position, for sequences or the prefix index, snapshot_bytes in all.
+    evicted_snapshots: snapshots that the prefix index has dropped so far.
 
-    What begins with host_ is of the store below the prefix index, see StoreCounts: host_bytes is its capacity.
+    Fields host_… count the store below the prefix index, see StoreCounts: host_bytes is its capacity.
     host_skipped_hits: prompts for which it had pages that were computed, because that took less time than copying them.
-    What begins with disk_ is of the disk below that store, see DiskCounts: disk_bytes is its capacity.
-    disk_skipped_hits: looks for a prompt's pages that found reading them slower than computing.
-    What begins with parked is of the store of parked sequences: their number, its capacity, and the bytes that they
-    take.
+    Fields disk_… count the disk below that store, see DiskCounts: disk_bytes is its capacity. disk_skipped_hits: looks
+    for a prompt's pages that found reading them slower than computing. Fields parked… count the store of parked
+    sequences: their number, its capacity, and the bytes that they take.
     """
 
     total: int

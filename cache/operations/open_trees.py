@@ -47,7 +47,7 @@ class OpenTrees:
     def extended(
         self, seq_ids: tuple[int, ...], appends: Int64Array, parents: Sequence[Parents | None] | None
     ) -> dict[int, Int64Array]:
-        """The trees of those of a forward's sequences that have parents[i], with its nodes; nothing is changed yet.
+        """Returns the trees of the sequences with parents[i], with the new nodes. Nothing is changed yet.
 
         InvalidArgument where a tree cannot be, or where one is open and parents has none for it.
         """
@@ -78,7 +78,7 @@ class OpenTrees:
         return trees
 
     def bases(self, seq_ids: tuple[int, ...], lengths: Int64Array) -> Int64Array:
-        """int64 [B]: how many of the `lengths` positions of these sequences are before their open trees."""
+        """Returns how many of the sequences' `lengths` positions come before their open trees, int64 [B]."""
         trees = (self._parents.get(sequence, NO_NODES) for sequence in seq_ids)
         return lengths - np.fromiter((tree.size for tree in trees), np.int64, lengths.size)
 

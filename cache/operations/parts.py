@@ -53,9 +53,9 @@ class Parts:
         """pools: per layer group `[num_pages, *layout.page_shape(group)]`, contiguous, the caller's; what they hold at
         first does not matter. rope: one for all groups, or one for each. writer: None when nothing is sent.
 
-        scale: of the softmax; None is that of q's width, ** -0.5. softcap: scores become softcap · tanh(score /
-        softcap), not with latents. latent: the heads that read those of groups with latents. heads: in place of these
-        three, for each group what it has of them. snapshots: of recurrent states, by which prefixes are shared.
+        scale: of the softmax; None: q's width ** -0.5. softcap: scores become softcap · tanh(score / softcap), not with
+        latents. latent: the heads that read latents. heads: these three values for each group, in place of them.
+        snapshots: of recurrent states, by which prefixes are shared.
         """
         layout.check_pools(pools)
         integer("max_sequence_length", max_sequence_length, least=1)

@@ -37,7 +37,7 @@ class Receptions:
     """For each sequence the pages that its writer may write into."""
 
     def begin(self, sequence: int, length: int) -> PositionMap:
-        """Grows a sequence by `length` ≥ 1 positions; where each of them goes. OutOfPages changes nothing."""
+        """Grows a sequence by `length` ≥ 1 positions, and returns their slots. OutOfPages changes nothing."""
         table = self.table
         row = table.row(sequence)
         begin = table.num_positions(row)

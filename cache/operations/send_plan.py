@@ -73,7 +73,8 @@ def _find_due(marks: SendMarks, table: SequenceTable, rows: Int64Array, firsts: 
 
 
 def _of_entries(due: _Due, every: int, marks: SendMarks, tokens: TokenLayout, marked: Int64Array) -> _Due:
-    """The entries of `every` positions that those of `due` complete. marked: int64 [m], whose sequences these are."""
+    """Returns the entries of `every` positions that the positions of `due` complete. marked: int64 [m], whose
+    sequences these are."""
     if every == 1:
         return due
     cached, starts = tokens.qo_indptr[marked] - due.to_tokens, marks.begins[due.rows]

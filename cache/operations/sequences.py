@@ -141,7 +141,8 @@ class SequenceCalls(Parts):
         self._table.slide(row, Sliding(window, sink, evict_after, rotated))
 
     def any_slides(self, seq_ids: Sequence[int] | Int64Array | None = None) -> bool:
-        """Whether one of these sequences (None: of all) slides, or keeps K before RoPE as a fork of one that does."""
+        """Whether any of these sequences (None: all) slides, or is a fork of a sliding one and so keeps K before
+        RoPE."""
         sliding = self._table.sliding
         if sliding.count == 0 or seq_ids is None:
             return sliding.count > 0

@@ -17,8 +17,8 @@ class StoredCalls(Parts):
     def below(
         self, token_ids: Int64Array, salt: bytes, encoder_len: int = 0, most_bytes: int | None = None
     ) -> list[tuple[int, list[bytes]]]:
-        """Pages that a prompt begins with and that lift() can bring up; none where the disk has none of them, or where
-        that would read more than most_bytes for each position. Depends on time. See match_prefix."""
+        """Returns the first pages of a prompt that lift() can bring up. Empty where the disk has none, or where that
+        would read more than most_bytes for each position. Depends on time. See match_prefix."""
         size = self.layout.page_size
         if encoder_len:
             salt = encoder_salt(token_ids[:encoder_len], salt)

@@ -17,13 +17,13 @@ class TransferCalls(Parts):
     """prepare_receive at the receiver → mark_send at the sender → forwards, or send_cached → finish_receive."""
 
     def prepare_receive(self, sequence: int, length: int, *, rotated: bool = False) -> PositionMap:
-        """Grows a sequence by length ≥ 1 positions that a remote writer will fill; where each of them goes.
+        """Grows a sequence by length ≥ 1 positions that a remote writer will fill. Returns their slots.
 
         Positions in pages that no later query sees, by the groups' windows, are skipped. Until finish_receive the pages
         stay out of use whatever happens to the sequence, and it may only be removed.
 
-        rotated: into a sequence that slides come those of one that does not, whose K is rotated. As much of it must be
-        rotated before. Else it is sent by one that slides alike.
+        rotated: the writer's sequence does not slide, so its K is rotated, but this one slides. As many positions must
+        have been rotated before. Else the writer's sequence must slide in the same way.
         """
         row = self._settled_row(sequence)
         integer("length", length, least=1)

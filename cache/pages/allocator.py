@@ -47,7 +47,7 @@ class PageAllocator:
         return self._references
 
     def are_shared(self, pages: Int32Array) -> NDArray[np.bool_]:
-        """Whether each of these pages has another user than the one who asks."""
+        """Whether each of these pages has another user than the caller."""
         return self._references[pages] > 1
 
     def allocate(self, count: int) -> Int32Array:
@@ -87,7 +87,8 @@ class PageAllocator:
         self._raise(self._writers, pages, "held for a writer")
 
     def settle(self, pages: Int32Array) -> None:
-        """A writer that held `pages` is quiet; InvalidArgument, and nothing changed, when none holds one of them."""
+        """Ends a writer's holds on `pages`, because it is quiet. InvalidArgument, and nothing changed, when a page
+        has no hold."""
         self._lower(pages, "settled", of_writers=True)
 
     def _raise(self, counts: NDArray[np.int32], pages: Int32Array, verb: str) -> None:

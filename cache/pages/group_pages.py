@@ -197,8 +197,8 @@ class GroupPages:
         return not np.count_nonzero(self.table.ends[rows] <= page_indexes)
 
     def owns(self, rows: Int64Array, begins: Int64Array, counts: Int64Array, reserved_ends: Int64Array) -> bool:
-        """Whether rows hold no page past reserved_ends, and those at page indexes begins[i], begins[i] + 1, …
-        (counts[i] of them) are nobody else's. All int64 [n]."""
+        """Whether rows hold no page past reserved_ends, and share none of the counts[i] pages from page index
+        begins[i] on. All int64 [n]."""
         if np.count_nonzero(self.table.ends[rows] > reserved_ends):
             return False
         pages = self.table.pages[ragged_pairs(rows, begins, counts)]
@@ -223,7 +223,7 @@ class GroupPages:
     def plan_ownership(self, row: int, length: int, reserved_end: int, budget: int | None = None) -> Ownership:
         """Plans to give the row its own pages for a reservation, from `length` positions to page index reserved_end.
 
-        budget None: that of the reservation it has.
+        budget None: the budget of the row's reservation.
         """
         begin, held = int(self.table.begins[row]), int(self.table.ends[row])
         if self.keeps.given:

@@ -12,8 +12,8 @@ class GroupTable:
     """The page tables of a layer group: one row a sequence, the same in every group.
 
     Page index i of a row is the page of its entries from i · page_size on; there is one for `every` positions. Row i
-    holds those from begins[i] to ends[i] - 1: earlier ones have left the group's window, and those past the sequence's
-    end are reserved. Where a page covers a whole sequence it is that at page index 0, and its only slot is that of the
+    holds page indexes begins[i] to ends[i] - 1. Earlier pages have left the group's window, and pages past the
+    sequence's end are reserved. A page that covers a whole sequence has page index 0, and its only slot is for the
     sequence's last position.
     """
 
@@ -61,7 +61,7 @@ class GroupTable:
         self.begins[row] = self.ends[row] = self.budgets[row] = 0
 
     def held(self, row: int, begin: int = 0, end: int | None = None) -> Int32Array:
-        """A copy of the page ids at those of page indexes begin … end - 1 that a row holds; end None: all."""
+        """Copies the ids of the pages that a row holds among page indexes begin … end - 1; end None: all."""
         first, last = max(begin, int(self.begins[row])), int(self.ends[row])
         return self.pages[row, first : last if end is None else min(end, last)].copy()
 

@@ -19,8 +19,8 @@ PageIds = tuple[Int32Array, ...]
 
 
 class PagePools:
-    """An allocator per layer group. A call takes from all of them or from none, and no page that is owed: see
-    PageUsers."""
+    """An allocator for each layer group. A call takes pages from all groups or from none, and no page that is owed:
+    see PageUsers."""
 
     def __init__(
         self,
@@ -69,8 +69,8 @@ class PagePools:
     def match(
         self, token_ids: Int64Array, max_pages: int, salt: bytes, border: int, most_bytes: int | None = None
     ) -> tuple[int, PageIds]:
-        """The longest known prefix, see PrefixIndex.match. What a store has of it is fetched first, and indexed, where
-        that takes at most most_bytes for each position that the prefix is longer."""
+        """Returns the longest known prefix, see PrefixIndex.match. Pages in a store are fetched and indexed first,
+        if they take at most most_bytes for each position that they add to the prefix."""
         digests = self.prefixes.digests(token_ids, max_pages, salt)
         self.num_fetched = self.num_lifted = 0
         if self.prefixes.store is not None:
@@ -165,7 +165,8 @@ class PagePools:
                 raise OutOfPages(count, free)
 
     def _make_room(self, counts: Sequence[int]) -> None:
-        """Evicts prefixes until there is room for counts[i] pages of group i. An entry may be a page in all of them."""
+        """Evicts prefixes until there is room for counts[i] pages of group i. An entry may have a page in every
+        group."""
         for group, (allocator, count) in enumerate(zip(self.allocators, counts, strict=True)):
             if count > allocator.num_free:
                 self.prefixes.evict(group, count - allocator.num_free)

@@ -1,7 +1,7 @@
-"""How many sequences use a page, and what each of them counts on when it drops one.
+"""Counts the sequences that use a page, and the pages that each still needs when it drops one.
 
-A reserved sequence with a window takes a page for each that leaves the window. A page that n sequences use comes back
-only with the last of them. So it is owed n - 1 times: each of the others takes another page in its stead.
+A reserved sequence with a window takes a page for each that leaves the window. A page that n sequences use becomes free
+only with the last. So it is owed n - 1 times: each of the others takes another page instead.
 
     free pages + those that only the prefix index uses  ≥  owed pages
 
@@ -16,7 +16,7 @@ from tandem.cache.plan.arrays import Int32Array
 
 
 class PageUsers:
-    """The references that sequences hold to the pages of one layer group, beside those of the prefix index."""
+    """The references that sequences hold to the pages of one layer group, without the prefix index's."""
 
     def __init__(self, allocator: PageAllocator, indexed: NDArray[np.bool_] | None = None) -> None:
         """indexed: bool [num_pages], pages to which the prefix index holds a reference, of a group that drops what
@@ -27,7 +27,7 @@ class PageUsers:
         self.num_owed = 0
 
     def are_shared(self, pages: Int32Array) -> NDArray[np.bool_]:
-        """Whether each of these pages has another user than the one who asks."""
+        """Whether each of these pages has another user than the caller."""
         return self.allocator.are_shared(pages)
 
     def retain(self, pages: Int32Array) -> None:

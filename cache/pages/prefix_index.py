@@ -141,8 +141,8 @@ class PrefixIndex:
         return self._log.position + self._reach.position
 
     def changes(self, since: int | None, *, stored: bool = False) -> PrefixChanges:
-        """Keys that have come and gone since the `position` of an earlier answer; all of them for None, or where the
-        log does not reach back so far. stored: those of the store count, too. None without a store."""
+        """Returns the keys that have come and gone since the `position` of an earlier answer; all keys for None, or
+        where the log does not reach back so far. stored: keys of the store count, too, if there is one."""
         log = self._reach if stored else self._log
         found = None if since is None else log.since(since)
         if found is not None:
@@ -168,9 +168,10 @@ class PrefixIndex:
         return found
 
     def match(self, digests: Sequence[bytes], border: int = 0) -> tuple[int, tuple[Int32Array, ...]]:
-        """How many pages the longest known prefix has, of those that digests() names, and per group those that a query
-        after it needs, which are its last on the group's side of the border; the caller retains them at once. border:
-        how many pages are an encoder's, whose prompt is in the salt."""
+        """Returns the number of pages of the longest known prefix, and for each group the pages that a query after
+        it needs. digests() gives the names. The pages needed are the prefix's last on the group's side of the
+        border. The caller retains them at once. border: the number of pages of an encoder, whose prompt is in the
+        salt."""
         pages = _known(self._pages_of(digests))
         length, begins = self._longest(pages, border)
         ends = [self._end(group, length, border) for group in self._groups]
@@ -230,9 +231,8 @@ class PrefixIndex:
     def publish(self, token_ids: Int64Array, pages: tuple[Int32Array, ...], salt: bytes = b"", border: int = 0) -> None:
         """Indexes pages as the KV of the first n pages of token_ids, which hold so many; known ones stay.
 
-        pages: per group int32, full: all that these are, or the last of them that a group with a window still has; with
-        a border (as for match) those on the group's side of it. Of a group with states all n, NO_PAGE where it has no
-        snapshot.
+        pages: for each group int32, all n pages, or the last ones that a group with a window still has; with a border
+        (see match) only pages on the group's side. A group with states gives all n, NO_PAGE where it has no snapshot.
         """
         num_pages = token_ids.size // self._page_size
         if num_pages < border:
@@ -354,8 +354,8 @@ class PrefixIndex:
             pages[entries] = NO_PAGE
 
     def _touch(self, pages: tuple[Int32Array, ...], num_pages: int, border: int | None = None) -> None:
-        """pages: per group the last ones of num_pages, or, with a border, of those on its side; NO_PAGE where there is
-        none."""
+        """pages: for each group the last of num_pages, or, with a border, the last on its side; NO_PAGE where there
+        is none."""
         self._clock += num_pages
         for group, ids in zip(self._groups, pages, strict=True):
             end = num_pages if border is None else self._end(group, num_pages, border)

@@ -21,7 +21,7 @@ class PrefixChanges(NamedTuple):
 
 
 class PrefixLog:
-    """Records of keys in their order, of which the oldest are forgotten. Owned by the step thread."""
+    """Records of keys in their order. The oldest are forgotten. Owned by the step thread."""
 
     def __init__(self, max_keys: int) -> None:
         """max_keys: in all records together."""
@@ -38,7 +38,8 @@ class PrefixLog:
         self._append(False, keys)
 
     def since(self, position: int) -> tuple[PrefixKeys, PrefixKeys] | None:
-        """(removed, added) from that position on; None where some of it is forgotten. The last word on a key counts."""
+        """Returns (removed, added) from that position on; None where some records are forgotten. The last record of
+        a key counts."""
         wanted = self.position - position
         if not 0 <= wanted <= len(self._records):
             return None

@@ -39,7 +39,7 @@ class SendMarks:
         self._last_serial = 0
 
     def add(self, sequence: int, row: int, position_map: PositionMap, target_pe: int, held_from: Sequence[int]) -> None:
-        """Marks the row of a sequence of which each group holds the positions from held_from on.
+        """Marks the row of a sequence. Each group holds its positions from held_from on.
 
         Replaces a mark that is used up; InvalidArgument when it has one that is not, and for a map that does not fit.
         """
@@ -77,7 +77,7 @@ class SendMarks:
         return begin + int(wanted[0]) if wanted.size else None
 
     def any_open(self, rows: Int64Array | int) -> bool:
-        """Whether a map of one of them has positions that were not issued."""
+        """Whether the map of one of the rows has positions that were not issued."""
         return self.count > 0 and bool((self.issued[rows] < self.ends[rows]).any())
 
     def rewind(self, row: int, length: int) -> None:

@@ -105,8 +105,8 @@ class SequencePages:
                 )
 
     def check_unsent(self, seq_ids: Sequence[int], rows: Int64Array, appends: Int64Array, marks: SendMarks) -> None:
-        """InvalidArgument where growing by `appends` (int64 [B]) would drop what a row is to send and has not: a
-        group with a window knows only what later queries see, and one with states that of the last position."""
+        """InvalidArgument where growing by `appends` (int64 [B]) would drop positions that a row has yet to send. A
+        group with a window keeps only what later queries see, and a group with states only the last position."""
         if marks.count == 0 or not (self._dropping or self._layout.recurs):
             return
         lengths = self._table.lengths[rows] + self._table.sliding.dropped[rows]
@@ -270,8 +270,8 @@ class SequencePages:
         self._table.count_cut(row)
 
     def cut_reserved(self, rows: Int64Array, counts: Int64Array) -> bool:
-        """cut() by counts[i] positions of each of distinct rows, int64 [B] both, that hold what they have reserved and
-        share no page from there on; False, and nothing changes, where one of them is not so."""
+        """Cuts rows, which are distinct, by counts[i] positions each, int64 [B] both. False, and nothing changes,
+        unless all rows hold what they have reserved and share no page from the cut on."""
         table, size, held = self._table, self._page_size, self._table.lengths[rows]
         lengths = held - counts
         if self._dropping or len(self._paging) > 1 or rows.size == 0 or counts.min() < 0:
@@ -310,8 +310,8 @@ class SequencePages:
         self._table.unclean[child] = self._table.unclean[parent]
 
     def share(self, row: int, length: int, pages: PageIds) -> None:
-        """Gives an empty row `length` positions in full pages: per group the last of them, which others hold. Of a
-        snapshot the row gets a copy. OutOfPages changes nothing."""
+        """Gives an empty row `length` positions in full pages: for each group the last ones, which others hold. The
+        row gets a copy of a snapshot. OutOfPages changes nothing."""
         if not length:
             return
         self._pools.retain(pages)

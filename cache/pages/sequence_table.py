@@ -21,7 +21,7 @@ def ids_of(seq_ids: Sequence[int] | Int64Array) -> tuple[int, ...]:
 
 
 class Standing(NamedTuple):
-    """Rows (int64 [B]) of a table when a forward of them was planned. cuts, num_cuts: the table's, then."""
+    """Rows (int64 [B]) of a table when their forward was planned. cuts, num_cuts: the table's values then."""
 
     table: "SequenceTable"
     rows: Int64Array
@@ -42,14 +42,14 @@ class Standing(NamedTuple):
 class SequenceTable:
     """One row a sequence; its caller knows it by any int, the arrays by its row.
 
-    lengths: positions stored, which are those appended except in a sequence with a sliding window, of which
-    `sliding` knows what was evicted. reserved: those that a reservation reaches to. receiving: a remote writer
-    fills the last positions. unclean: what stands past the end in the last page was not cleared, see Receptions.
-    cuts: how often positions of a row were taken back. shortened: whether they were since it last grew: only then its
-    last page, partly used, may be another's too, for else what is shared is full pages. groups: pages, per layer group.
-    arriving: the number of the last copy up of a row's pages, see PageCopies. fetched: positions of those pages.
-    lifted: those of them that came from a disk.
-    encoder_lens: positions of each row's encoder. borders: the page index after these; both 0 without an encoder.
+    lengths: positions stored. They are the positions appended, except in a sliding sequence: `sliding` knows what was
+    evicted. reserved: positions that a reservation reaches to. receiving: a remote writer fills the last positions.
+    unclean: what stands past the end in the last page was not cleared, see Receptions. cuts: how often positions of a
+    row were taken back. shortened: whether they were since it last grew: only then may its last page, partly used, also
+    be another's, because rows otherwise share full pages only. groups: pages, per layer group. arriving: the number of
+    the last copy up of a row's pages, see PageCopies. fetched: positions of those pages. lifted: the part of fetched
+    that came from a disk. encoder_lens: positions of each row's encoder. borders: the page index after these; both 0
+    without an encoder.
     """
 
     def __init__(self, paging: Sequence[Paging], max_sequences: int, max_length: int, page_size: int) -> None:
@@ -141,7 +141,7 @@ class SequenceTable:
     def rows(self, keys: tuple[int, ...]) -> Int64Array:
         """int64 [B], to be read only; InvalidArgument when one is unknown or stands twice.
 
-        The same array stands for the same sequences, none of which has been removed since.
+        An array returned before stands for the same sequences, as long as none has been removed since.
         """
         if keys is not self._last_keys and keys != self._last_keys:  # a decode batch is the same for many steps
             self._last_rows = self._look_up(keys)

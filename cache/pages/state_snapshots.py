@@ -21,7 +21,7 @@ class Snapshot(NamedTuple):
 
 
 class BeforeDrafts(NamedTuple):
-    """A row before the last forward with drafts. place: in that forward. page: one of those that no one else gets."""
+    """A row before the last forward with drafts. place: in that forward. page: set aside for this row."""
 
     position: int
     place: int
@@ -70,7 +70,7 @@ class StateSnapshots:
         return next(((place, self._behind[int(rows[place])]) for place in places), None)
 
     def stands_at(self, row: int, length: int) -> bool:
-        """Whether the state in a row's own page is that after `length` positions, though the row has more."""
+        """Whether a row's own page has the state after `length` positions, though the row has more."""
         return self._behind.get(row) == length
 
     def before_drafts(self, rows: Int64Array, lengths: Int64Array, appends: Int64Array) -> list[BeforeDrafts]:

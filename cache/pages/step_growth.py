@@ -61,7 +61,7 @@ class StepGrowth:
         grain: int,
         reserved: Int64Array,
     ) -> None:
-        """tables, keeps: of each group, none of which keeps an encoder's entries. grain: see Span. reserved: int64
+        """tables, keeps: of each group; no group keeps an encoder's entries. grain: see Span. reserved: int64
         [max_sequences], see SequenceTable."""
         self._given = tables, keeps, grain, reserved  # C reads their arrays
         count = len(tables)

@@ -25,14 +25,15 @@ def indptr_of(counts: IntArray | NDArray[np.bool_]) -> Int32Array:
 
 
 def ragged_range(begins: IntArray | int, counts: IntArray) -> Int64Array:
-    """int64: begins[i], begins[i] + 1, … (counts[i] of them), one after another."""
+    """Returns int64: counts[i] integers from begins[i] on, for one i after another."""
     ends = np.add.accumulate(counts)
     total = int(ends[-1]) if ends.size else 0
     return np.arange(total) + (begins + counts - ends).repeat(counts)
 
 
 def ragged_pairs(rows: Int64Array, begins: Int64Array, counts: Int64Array) -> tuple[Int64Array, Int64Array]:
-    """rows[i] with each of begins[i], begins[i] + 1, … (counts[i] of them), one row after another; at least one row."""
+    """Returns pairs of rows[i] and each of the counts[i] integers from begins[i] on, one row after another; at least
+    one row."""
     if int(counts.max()) <= 1:  # as when each row grows by one position
         some = counts.nonzero()[0]
         return rows[some], begins[some]
@@ -42,7 +43,7 @@ def ragged_pairs(rows: Int64Array, begins: Int64Array, counts: Int64Array) -> tu
 def ragged_rows(
     pages: Int32Array, rows: Int64Array, indptr: Int32Array, first_columns: Int64Array | None = None
 ) -> Int32Array:
-    """Entries of rows[i] from column first_columns[i] (None: 0) on, indptr[i + 1] - indptr[i] of them, one row after
+    """Returns indptr[i + 1] - indptr[i] entries of rows[i], from column first_columns[i] (None: 0) on, one row after
     another."""
     starts = indptr[:-1]
     counts = indptr[1:] - starts

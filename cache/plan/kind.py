@@ -37,7 +37,8 @@ class Kind(ABC):
     readable = False
     """Whether later layers may attend to what a layer has stored: see KVLayout.readers."""
     whole_on_ranks = False
-    """Whether each rank of a shard holds whole entries; else it holds some heads of them, or what held() says."""
+    """Whether each rank of a shard holds whole entries. Else it holds some heads of each entry, or the numbers of
+    held()."""
     no_scales: str | None = None
     """Why entries cannot be stored in 8 bits: what a layout has groups with. None: they can."""
     no_sliding: str | None = None

@@ -1,5 +1,5 @@
-"""The scales of a cache of 8 bits: those of K and V as checkpoints carry them, and those that a latent or an index key
-carries itself."""
+"""The scales of a cache of 8 bits. Checkpoints carry the scales of K and V. Each latent or index key carries its
+own."""
 
 import hashlib
 from collections.abc import Sequence
@@ -55,7 +55,7 @@ class KVScales:
 @dataclass(frozen=True)
 class Fp8Rows:
     """The bytes of a row of `width` numbers: the first `quantized` as float8_e4m3fn, a float32 scale for each 128 of
-    these, then the other numbers, of `dtype`, as they are.
+    them, then the other numbers unchanged, in `dtype`.
 
     A scale is the least power of two by which its numbers become at most 448 (as DeepSeek-V3.2 scales index keys). So
     all kernels quantize bit for bit alike, and what they dequantize is exact in float32 and in bfloat16.
@@ -101,7 +101,7 @@ class Fp8Rows:
 
 
 def least_powers_of_two(most: Tensor) -> Tensor:
-    """float32, of most ≥ 0, float32: the least power of two, at least 2⁻¹²⁶, of which it is at most 448 times."""
+    """Returns for each number of `most` ≥ 0, float32, the least power of two p ≥ 2⁻¹²⁶ with most ≤ 448 · p, float32."""
     # 448 is 1.75 · 2⁸: what is added carries into the exponent exactly where the mantissa is above 1.75.
     exponents = (most.view(torch.int32) + 0x1FFFFF >> 23) - 8
     return (exponents.clamp(min=1) << 23).view(torch.float32)

@@ -1,9 +1,9 @@
-"""Multi-head latent attention (DeepSeek-V2, 2024): what a cache keeps is one latent row a position, from which every
-head's K and V are made.
+"""Multi-head latent attention (DeepSeek-V2, 2024): a cache keeps one latent row a position, from which every head's K
+and V are made.
 
-K of a head is [made of the latent, key_dim | rotated, shared by the heads]; V is made of the latent. Queries can meet
-the stored rows as they are, once the map of K is multiplied into them and that of V after the softmax (absorbed), or
-K and V are made first (expanded). Both give the same.
+K of a head is [made of the latent, key_dim | rotated, shared by the heads]; V is made of the latent. Attention can be
+absorbed: queries are multiplied by K's map and meet the stored rows, and V's map follows the softmax. Or it can be
+expanded: K and V are made first. Both give the same.
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,8 @@ class UpProjections:
     heads: LatentHeads
 
     def absorb(self, q: Tensor) -> Tensor:
-        """[T, num_heads, rank], whose product with a latent is that of q [T, num_heads, key_dim] with its K."""
+        """Returns [T, num_heads, rank]. Its product with a latent equals the product of q [T, num_heads, key_dim]
+        with the latent's K."""
         return torch.bmm(q.transpose(0, 1), self.weight[:, : self.heads.key_dim]).transpose(0, 1)
 
     def values(self, weighted: Tensor) -> Tensor:

@@ -23,12 +23,12 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 class KVLayout:
     """Groups of layers, positions per page and element type of a paged KV cache.
 
-    page_size: positions of a page, of groups with an entry for each. A page of others covers the fewest positions, of
-    which are whole pages and whole entries. dtype: of K and V as they are computed. scales: entries are stored as
-    float8_e4m3fn: K and V divided by these, and entries with Fp8Rows by scales of their own; None: as they are.
-    readers: pairs of a layer that stores nothing and the earlier layer whose K and V it reads. keepless: layers that
-    attend to nothing, and so keep nothing. Raises InvalidArgument
-    when a field is out of range, a kind refuses its group, or a layer stands in two groups that are attended to.
+    page_size: positions of a page, in groups with an entry for each position. In other groups a page covers the fewest
+    positions that make whole pages and whole entries. dtype: of K and V as they are computed. scales: entries are
+    stored as float8_e4m3fn: K and V divided by these, and entries with Fp8Rows by scales of their own; None: as they
+    are. readers: pairs of a layer that stores nothing and the earlier layer whose K and V it reads. keepless: layers
+    that attend to nothing, and so keep nothing. Raises InvalidArgument when a field is out of range, a kind refuses its
+    group, or a layer stands in two groups that are attended to.
     """
 
     groups: tuple[LayerGroup, ...]
@@ -108,7 +108,7 @@ class KVLayout:
     @property
     def layer_index(self) -> dict[int, tuple[int, int]]:
         """For each layer, in order, the group that stores its K and V, or latents, and its index there. A reader has
-        those of the layer that it reads."""
+        the values of the layer that it reads."""
         stored = self.index_of(lambda kind: kind.attended)
         return dict(sorted((stored | {layer: stored[of] for layer, of in self.readers}).items()))
 
@@ -146,8 +146,8 @@ class KVLayout:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of KV that one position takes over all groups, while all of them hold it; of an entry for several its
-        share, rounded down over all, and nothing of one for a whole sequence."""
+        """The bytes of KV of one position over all groups, while all hold it. An entry for several positions counts
+        by its share, rounded down over all. An entry for a whole sequence does not count."""
         positions = ((group, paging.positions) for group, paging in enumerate(self.paging) if not paging.whole)
         pages = ((self.page_bytes(group), count) for group, count in positions)
         return sum(num_bytes * (self.grain // positions) for num_bytes, positions in pages) // self.grain

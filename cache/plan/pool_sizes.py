@@ -1,4 +1,4 @@
-"""How many pages the pool of each layer group gets: what a group keeps may bound what can ever be used of it."""
+"""The number of pages of each layer group's pool. What a group keeps may bound the pages that it can ever use."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ STATES_A_SNAPSHOT = 16
 
 @dataclass(frozen=True)
 class PageUse:
-    """A use of pools: at most `sequences` hold pages at a time, of up to `length` positions, in forwards that append up
-    to `append` positions to one of them."""
+    """A use of pools: at most `sequences` hold pages at a time, of up to `length` positions, in forwards that append
+    up to `append` positions to a sequence."""
 
     sequences: int
     length: int
@@ -24,7 +24,7 @@ class PageUse:
 
 class SnapshotRule(NamedTuple):
     """The rule by which snapshots of states are taken. every: positions between two of a sequence, a multiple of
-    page_size. most: pages of snapshots that sequences hold at once, those of the prefix index not counted; 0: none are
+    page_size. most: pages of snapshots that sequences hold at once, without the prefix index's; 0: none are
     taken. drafted: sequences with drafts in one forward. Each has one of the last pages of the pool, which nobody else
     gets, for the state before."""
 

@@ -87,10 +87,10 @@ class SlotRuns:
 class PositionMap:
     """The slots in which a receiver wants positions start_position … start_position + num_tokens - 1 of one sequence.
 
-    One SlotRuns per layer group of the layout, with a slot for each position, num_tokens of them. Of a group with an
-    entry for every[group] positions, those for the entries that the positions complete. Not an address: slots of the
-    receiver's pools. sliding: how the receiver slides; None: it does not, and takes all K rotated. every: None: 1 in
-    all groups, as in one of them at least.
+    Each layer group has a SlotRuns with a slot for each of the num_tokens positions. In a group with an entry for
+    every[group] positions, it has a slot for each entry that the positions complete. Slots are numbers in the
+    receiver's pools, not addresses. sliding: how the receiver slides; None: it does not, and takes all K rotated.
+    every: at least one group has 1; None: all have 1.
     """
 
     start_position: int

@@ -98,7 +98,7 @@ class Rotation:
     """Factors of the rotation of T tokens: x · cos + roll(x, rotary_dim / 2) · signed_sin.
 
     table: [n, 2, rotary_dim] in the dtype of q and k, cos and signed_sin, the first half of which is −sin. rows: int64
-    [T], that of each token; None: token t's is row t. Kernels that look up by themselves spare a step the copies.
+    [T], the row of each token; None: token t has row t. Kernels that look up by themselves spare a step the copies.
     """
 
     table: Tensor
@@ -106,7 +106,7 @@ class Rotation:
 
     @cached_property
     def factors(self) -> Tensor:
-        """[T, 2, rotary_dim]: those of each token."""
+        """Returns the factors of each token, [T, 2, rotary_dim]."""
         return self.table if self.rows is None else self.table[self.rows]
 
     @cached_property
@@ -161,7 +161,7 @@ class RotaryEmbedding:
     def __init__(
         self, parameters: RopeParameters, max_positions: int, device: torch.device | str, dtype: torch.dtype
     ) -> None:
-        """dtype: that of q and k."""
+        """dtype: of q and k."""
         self._parameters = parameters
         self._dtype = dtype
         inv_freq, self._scale = inverse_frequencies(parameters)

@@ -57,7 +57,8 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class HeldNumbers:
-    """A run of `count` numbers that a rank holds: they begin at `begin` here, and at `whole` among those of all ranks.
+    """A run of `count` numbers that a rank holds: they begin at `begin` here, and at `whole` among the numbers of all
+    ranks.
 
     sharers: how many consecutive ranks hold the run. Each computes it, by products of one shape, so the bits are equal.
     """
@@ -77,7 +78,7 @@ class HeadRun(NamedTuple):
 
 
 def map_heads(rank: int, num_heads: int, num_peer_heads: int, first_pe: int = 0) -> tuple[HeadRun, ...]:
-    """Maps the num_heads KV heads of a rank to peers that hold num_peer_heads each, of which the first is PE first_pe.
+    """Maps the num_heads KV heads of a rank to peers that hold num_peer_heads each. The first peer is PE first_pe.
     InvalidArgument unless one of the numbers divides the other."""
     few, many = sorted((num_heads, num_peer_heads))
     if integer("num_heads", few, least=1) and many % few:

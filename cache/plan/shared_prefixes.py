@@ -35,9 +35,9 @@ class SharingRule:
 class SharedPrefixes:
     """S segments, each some sequences and the pages that they have in common, in the order of their levels.
 
-    members: int64, those of segment s are sequences members[qo_indptr[s] : qo_indptr[s + 1]] of the batch, ascending;
-    its pages are kv_indices[kv_indptr[s] : kv_indptr[s + 1]], all full. qo_indptr, kv_indptr: int32 [S + 1].
-    own_begins: int64 [B], the pages of each sequence that segments cover; from there on it attends by itself.
+    members: int64; segment s has the sequences members[qo_indptr[s] : qo_indptr[s + 1]] of the batch, ascending, and
+    the pages kv_indices[kv_indptr[s] : kv_indptr[s + 1]], all full. qo_indptr, kv_indptr: int32 [S + 1]. own_begins:
+    int64 [B], the pages of each sequence that segments cover; from there on it attends by itself.
     """
 
     members: Int64Array
@@ -49,7 +49,7 @@ class SharedPrefixes:
 
 @dataclass(frozen=True, eq=False)
 class _Groups:
-    """Sequences with equal pages up to a page index. members[bounds[g] : bounds[g + 1]] (int64) are those of group g.
+    """Sequences with equal pages up to a page index. Group g has members[bounds[g] : bounds[g + 1]] (int64).
 
     common: int64, the pages that each member has in common with the first of its group. begins: int64 [g], the page
     index from which on no segment covers a group's pages.

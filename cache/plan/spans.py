@@ -1,10 +1,10 @@
-"""Spans: which entries of a sequence a layer group keeps. Entry i of a group is that of position i, or, in a group that
-keeps an entry for `every` positions, of positions i · every … (i + 1) · every - 1, once all of them are there.
+"""Spans: which entries of a sequence a layer group keeps. Entry i of a group belongs to position i. In a group that
+keeps an entry for `every` positions it belongs to positions i · every … (i + 1) · every - 1, once all are there.
 
 Page index i holds the entries i · page_size … (i + 1) · page_size - 1. Pages are dropped as a whole, and later than a
-query could spare them: what a query at the start of the query's page needs stays until a query stands in the next page.
-So a prefix that ends with full pages can be shared. Where groups have pages of unlike numbers of positions, that is the
-start of the coarsest page: `grain` is its number of positions.
+query could spare them. Entries that a query at the start of its page needs stay until a query stands in the next page.
+So a prefix that ends with full pages can be shared. Where pages of groups cover unlike numbers of positions, the
+coarsest page counts: `grain` is its number of positions.
 """
 
 import math
@@ -23,7 +23,7 @@ class Span(ABC):
     drops_past = False
     """Whether entries leave the span as a sequence grows, so that their pages are dropped."""
     given = False
-    """Whether the entries are those of an encoder: see Given."""
+    """Whether the entries are an encoder's: see Given."""
     last = False
     """Whether a sequence has one entry, which each forward replaces: see Last."""
 
@@ -34,7 +34,7 @@ class Span(ABC):
 
     @property
     def chunk(self) -> int | None:
-        """How many positions a chunk has, where a query sees only those of its own chunk; None elsewhere."""
+        """The number of positions of a chunk, if a query sees its own chunk only; else None."""
         return None
 
     @property
@@ -160,7 +160,7 @@ class Chunk(Span):
 
 @dataclass(frozen=True)
 class Given(Span):
-    """The entries of an encoder, before the border of their sequence: every query after the border needs all of them.
+    """The entries of an encoder, before the border of their sequence: every query after the border needs all entries.
 
     A sequence of a layout with such groups begins with its encoder's positions, padded to whole pages: see
     PagedKVCache.encode. Its other groups keep what is after the border. So each position has an entry in one kind.
@@ -256,7 +256,7 @@ class Paging(NamedTuple):
 class Sliding(NamedTuple):
     """How a sequence slides: see PagedKVCache.enable_sliding_window.
 
-    rotated: K of positions before it is stored rotated by its position, that of later ones before RoPE."""
+    rotated: K of earlier positions is stored rotated by its position, K of later ones before RoPE."""
 
     window: int
     sink: int

@@ -17,10 +17,10 @@ from tandem.cache.plan.token_tree import TokenTrees
 class TokenLayout:
     """How T new tokens of B sequences are packed.
 
-    qo_indptr: int32 [B + 1], tokens qo_indptr[i] … qo_indptr[i + 1] - 1 are those of sequence i.
-    seq_lens: int32 [B], positions stored of each sequence after the append. positions: int32 [T], among those.
-    owners: int64 [T], the sequence, 0 … B - 1, of each token. trees: whose new tokens are nodes of trees, which do not
-    see all positions before their own; None where nobody's are. preceding: int32 [B], see apart(); else None.
+    qo_indptr: int32 [B + 1], tokens qo_indptr[i] … qo_indptr[i + 1] - 1 belong to sequence i. seq_lens: int32 [B],
+    positions stored of each sequence after the append. positions: int32 [T], among those. owners: int64 [T], the
+    sequence, 0 … B - 1, of each token. trees: the sequences whose new tokens are nodes of trees, which do not see all
+    earlier positions; None without trees. preceding: int32 [B], see apart(); else None.
     """
 
     qo_indptr: Int32Array
@@ -103,8 +103,8 @@ class EntryLayout(TokenLayout):
 
 
 class StateWrites(NamedTuple):
-    """Snapshots of states that one forward writes, int64 [n] each: of sequences[i] of the batch, the state after its
-    first tokens[i] new tokens goes to pages[i]. Those of one sequence stand together, in the order of their tokens."""
+    """Snapshots of states that one forward writes, int64 [n] each. The state of the batch's sequences[i] after its
+    first tokens[i] new tokens goes to pages[i]. Snapshots of one sequence stand together, in the order of tokens."""
 
     sequences: Int64Array
     tokens: Int64Array
@@ -226,7 +226,7 @@ def runs_of(
 ) -> SlotRuns:
     """Slots of positions begin … end - 1 of a sequence whose page ids are `pages`, in the fewest runs.
 
-    Positions before those of first_page_index are skipped, and those from end_page_index on.
+    Positions before page first_page_index are skipped, and positions from page end_page_index on.
     """
     if begin == end:
         return SlotRuns.from_slots([])

@@ -1,8 +1,8 @@
 """Token trees: several guesses at how a sequence goes on, computed in one forward (SpecInfer; Miao et al., 2024).
 
 Nodes are numbered as they are appended, a parent before its children; −1 is the parent of a root. Node j of a sequence
-that held `base` positions is stored at position base + j, and rotated as position base + depth, which it would have if
-its path were all there is. It sees the base, its ancestors and itself; in a window of w, the last w positions of these.
+that held `base` positions is stored at position base + j, and rotated as position base + depth: its position if the
+tree were only its path. It sees the base, its ancestors and itself; with a window of w, the last w of these positions.
 """
 
 from collections.abc import Sequence
@@ -25,10 +25,10 @@ Masks = NDArray[np.uint32]
 class TokenTrees:
     """The open trees of a forward's B sequences, and their new nodes.
 
-    sequences: int64 [N], ascending, which of the B have one. parents: of the nodes of each, int64 [nodes], those of
-    earlier forwards included; sizes: int32 [N], how many. counts: int64 [N], how many are new. tokens: int64 [n], where
-    the new nodes of all trees stand among the T packed tokens, ascending. depths: int64 [n], theirs. masks: [n,
-    MASK_WORDS], what they see of their trees.
+    sequences: int64 [N], ascending, the sequences with a tree. parents: for each tree its nodes' parents, int64
+    [nodes], earlier forwards included. sizes: int32 [N], nodes of each. counts: int64 [N], new nodes of each. tokens:
+    int64 [n], where the new nodes of all trees stand among the T packed tokens, ascending. depths: int64 [n], theirs.
+    masks: [n, MASK_WORDS], what they see of their trees.
     """
 
     sequences: Int64Array
@@ -47,7 +47,7 @@ class TokenTrees:
 
 
 def extend_tree(parents: Int64Array, more: Int64Array, name: str) -> Int64Array:
-    """`parents` and those of further nodes, indices over the whole tree; int64 [nodes].
+    """Returns `parents` with the parents of further nodes, as indices over the whole tree, int64 [nodes].
 
     InvalidArgument, which calls them `name`, unless they are −1 or of an earlier node, and at most MAX_NODES.
     """
@@ -107,7 +107,7 @@ def lay_out_trees(sequences: Int64Array, trees: Sequence[Int64Array], qo_indptr:
 
 
 def _new_nodes(sizes: NDArray[np.int32], counts: Int64Array) -> Int64Array:
-    """int64: the last counts[i] of sizes[i] nodes of each tree, among those of all trees."""
+    """Returns the indices, among all trees' nodes, of the last counts[i] of each tree's sizes[i] nodes, int64."""
     return ragged_range(np.cumsum(sizes) - counts, counts)
 
 

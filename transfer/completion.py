@@ -1,4 +1,4 @@
-"""How a receiver learns that all KV of a push is there: one signal word and one payload word a reservation.
+"""Tells a receiver that all KV of a push is there, by one signal word and one payload word a reservation.
 
 signal word   bits 62…40 generation of the row (never 0) | bits 39…0 tokens landed in all layers
 payload word  bits 62…32 digest of the KV sent, 0 where none was asked for | bits 31…0 the first sampled token

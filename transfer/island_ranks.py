@@ -1,4 +1,4 @@
-"""The processes of an island: each worker has some, its ranks, of which the first leads."""
+"""The processes of an island: each worker has some, its ranks. The first rank leads."""
 
 MAX_RANKS = 64
 """The most ranks of a worker; a word of a signal has room for their number."""

@@ -14,8 +14,8 @@ def machine_memory() -> int:
 
 
 def cgroup_limits(own: Path, mounted: Path) -> list[int]:
-    """Bytes that each control group of a process is limited to, as far as it is. own: of the form of
-    /proc/self/cgroup. mounted: where groups of version 2 are, and those of version 1 in `memory`."""
+    """Returns the byte limits of a process's control groups that have one. own: a file like /proc/self/cgroup.
+    mounted: the folder of groups of version 2; groups of version 1 are in its folder `memory`."""
     try:
         lines = own.read_text(encoding="utf-8").splitlines()
     except OSError:

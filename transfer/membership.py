@@ -68,7 +68,7 @@ class TransportConfig:
 
     @property
     def vacant(self) -> frozenset[int]:
-        """PEs whose place nobody has: their epoch is 0, beside those of others."""
+        """PEs whose place nobody has: their epoch is 0, and others' are not."""
         return frozenset(pe for pe, epoch in enumerate(self.epochs) if not epoch and pe != self.pe)
 
     def renewed(self, pe: int, epoch: int) -> "TransportConfig":
@@ -86,7 +86,7 @@ class TransportConfig:
 
 
 def bundle(handles: Sequence[bytes]) -> bytes:
-    """One handle for all ranks of a worker, from those of each."""
+    """Makes one handle of a worker from its ranks' handles."""
     return b"\n".join(handles)
 
 

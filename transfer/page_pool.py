@@ -48,7 +48,7 @@ class PagePool:
         return movable(values)
 
     def read_slots(self, slots: Tensor, region: Region | None = None) -> Tensor:
-        """A copy of slots (int64 [n]), all of them or a region: [n, layers, planes, heads, head_dim or fewer]."""
+        """Copies slots (int64 [n]), whole or a region: [n, layers, planes, heads, head_dim or fewer]."""
         of, pages, offsets = region or WHOLE_PAGES, slots // self._page_size, slots % self._page_size
         parts = [self._pages[..., numbers][pages, of.layers, :, of.heads, offsets] for numbers in of.numbers]
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
@@ -65,7 +65,8 @@ class PagePool:
             begin = end
 
     def copy(self, source: "PagePool", plan: CopyPlan, region: Region | None = None) -> None:
-        """All of a plan. Its slots must lie inside both pools. region: of the source's pages; None: all of them."""
+        """Copies all of a plan. Its slots must lie inside both pools. region: of the source's pages; None: whole
+        pages."""
         if region is not None and region.is_empty:
             return
         own = None if region is None else region.reversed

@@ -1,13 +1,13 @@
 """The transport of one rank, where workers of an island have several: PEs are workers here, ranks are PEs below.
 
-A rank writes to those ranks of a peer that hold heads which it has, and posts a signal to each of them, after what it
-wrote there. So a row of a mailbox is `lanes` rows below, one for each rank that may write to this one. Each signal word
-says how many ranks write to the receiver, in bits that tokens do not need; their lanes come first.
+A rank writes to the ranks of a peer that hold heads which it has. After its writes it posts a signal to each. So a row
+of a mailbox is `lanes` rows below, one for each rank that may write to this rank. Each signal word has the number of
+ranks that write to the receiver, in bits that tokens do not need. Their lanes come first.
 
     worker 0, rank 0 ═══ heads 0 … 3 ═══► worker 1, rank 0      lane 0 of 1
                      ═══ heads 4 … 7 ═══► worker 1, rank 1      lane 0 of 1
 
-Rows after those of signals, of recalls, are the first ranks' alone, and are as they were.
+The rows of recalls, after the rows of signals, belong to the first ranks alone, and are not divided.
 
 If the transport below is elastic, so is this one. An offer then has a handle for each rank of the peer: see bundle().
 Ranks notice the loss of a peer at different times, but must make the same calls with the same results. So writes and

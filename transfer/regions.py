@@ -150,7 +150,7 @@ def _common_heads(own: "KVLayout", peer: "KVLayout", group: int) -> tuple[slice,
 
 
 def _first_head(layout: "KVLayout", group: "LayerGroup") -> int:
-    """Returns the index of the rank's first KV head among those of all ranks."""
+    """Returns the index of the rank's first KV head among all ranks' heads."""
     return 0 if group.kind.whole_on_ranks else layout.shard.rank // group.kind.replicas * group.num_kv_heads
 
 

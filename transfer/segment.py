@@ -38,7 +38,7 @@ def pool_offsets(config: TransportConfig) -> list[int]:
 class Segment:
     """A mapped segment. The mapping goes with the last reference to the segment and its tensors and arrays.
 
-    mailbox: int64 [num_signals, 2]. pools: one per layer group, [num_pages of it, *page_shape].
+    mailbox: int64 [num_signals, 2]. pools: for each layer group [its num_pages, *page_shape].
     """
 
     def __init__(self, memory: mmap.mmap, config: TransportConfig) -> None:

@@ -133,8 +133,8 @@ class Transport(ABC):
     def post(self, pe: int, row: int, signal: int, payload: int | Tensor) -> None:
         """Writes a row of the peer's mailbox, two int64, after all earlier writes to that PE.
 
-        A reader that sees the signal also sees the payload and those writes. payload may be an int64 tensor [] that
-        launched work has yet to compute. The call never waits, except for that tensor if the peer's memory is not
+        A reader that sees the signal also sees the payload and the earlier writes. payload may be an int64 tensor []
+        that launched work has yet to compute. The call never waits, except for that tensor if the peer's memory is not
         mapped.
         """
 

@@ -49,14 +49,14 @@ def decode_map(
     receiver: "KVLayout | None" = None,
     border: int = 0,
 ) -> PositionMap:
-    """The map that `wire` stands for, wholly validated; InvalidPositionMap says what is wrong.
+    """Decodes and validates a map. InvalidPositionMap names what is wrong.
 
-    layout: the sender's. receiver: that of the receiver where it is another shard of the same one; None: `layout`.
+    layout: the sender's. receiver: the receiver's layout, if it is another shard of this one; None: `layout`.
     num_pages: per layer group, pages in the receiver's pool; expected_start, expected_tokens: the positions that the
-    caller knows the map must cover, each with a slot of its own. A receiver's map skips the positions of pages that
-    the group no longer keeps when all has landed, and no others. That of a sequence that slides may skip those that its
-    window does not show then. border: how many positions of the sequence are its encoder's, padding included: some
-    groups skip these, the others those after.
+    caller knows the map must cover, each with a slot of its own. A receiver's map skips the positions of pages that the
+    group no longer keeps when all has landed, and no others. The map of a sliding sequence may also skip positions that
+    its window does not show then. border: the number of the encoder's positions, padding included. Some groups skip
+    these, the others skip all later ones.
     """
     expected_layout = layout if receiver is None else receiver
     try:

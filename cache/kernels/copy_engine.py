@@ -70,7 +70,7 @@ def copy(target: int, source: int, size: int, stream: int) -> None:
 
 
 def _copy_batch(arrays: Sequence[int], begin: int, count: int, stream: int) -> None:
-    """arrays: the addresses of targets, sources and sizes, of which entries begin … begin + count - 1 go."""
+    """Copies entries begin … begin + count - 1. arrays: the addresses of targets, sources and sizes."""
     targets, sources, sizes = (address + 8 * begin for address in arrays)
     attributes, first, failed = ctypes.byref(ATTRIBUTES), ctypes.byref(FOR_ALL), ctypes.byref(ctypes.c_size_t(0))
     status = _driver().cuMemcpyBatchAsync(targets, sources, sizes, count, attributes, first, 1, failed, stream)

@@ -23,7 +23,7 @@ def head_sizes(head_dim: int) -> tuple[Size, ...]:
 
 
 def latent_sizes(width: int, rank: int, heads: LatentHeads) -> tuple[Size, ...]:
-    """width: of an entry, of which rank numbers are the latent."""
+    """width: of an entry. Its first `rank` numbers are the latent."""
     return (
         ("latent_rank", rank, (RANK,)),
         ("the rotated part", width - rank, (ROTATED,)),
@@ -33,7 +33,7 @@ def latent_sizes(width: int, rank: int, heads: LatentHeads) -> tuple[Size, ...]:
 
 
 def index_sizes(width: int, still: int) -> tuple[Size, ...]:
-    """width: of an index key, of which `still` numbers are not rotated."""
+    """width: of an index key. `still` of its numbers are not rotated."""
     return ("index_head_dim", width, (INDEX_DIM,)), ("the rotated part", width - still, (ROTATED,))
 
 

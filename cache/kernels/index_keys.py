@@ -1,5 +1,5 @@
-"""Index keys (DeepSeek-V3.2's lightning indexer, 2025): by short keys beside the latents a query scores all positions,
-and attends to the best of them.
+"""Index keys (DeepSeek-V3.2's lightning indexer, 2025): a query scores all positions by short keys, kept next to the
+latents, and attends to the best positions.
 
 A position's score is Σ over index heads of weight · max(q · key, 0), with one key for all heads. Sequences of at most
 top_k positions need no scores: their queries attend to all.

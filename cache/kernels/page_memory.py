@@ -56,6 +56,7 @@ class PageOperations(ABC):
 
 
 def _widened(pool: Tensor) -> Tensor:
-    """[num_pages, numbers of a page]: int64 where a page is some of these, for on a GPU each number costs the same."""
+    """Returns the pool as [num_pages, numbers of a page]. They are int64 where these fill a page, because each
+    number costs a GPU the same."""
     pages = pool.view(torch.uint8).view(pool.shape[0], -1)
     return pages.view(torch.int64) if pages.shape[1] % 8 == 0 else pages

@@ -13,9 +13,9 @@ from tandem.cache.plan.tables import Send
 
 
 def peer_rows(num_tokens: int, sends: Sequence[Send], peer_pool: PeerPool) -> tuple[NDArray[np.int64], list[Send]]:
-    """See AppendTargets.peer_rows, int64 [num_tokens]; and the sends that are left, to peers that are not mapped.
+    """Returns AppendTargets.peer_rows, int64 [num_tokens], and the remaining sends, to peers that are not mapped.
 
-    Slots are those of a mark, which was refused if it had any that its peer's pool has not.
+    Slots come from a mark, which was refused if its peer's pool lacked any of them.
     """
     addresses = np.zeros(num_tokens, np.int64)
     left: list[Send] = []

@@ -16,15 +16,15 @@ HeadParts = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class StateShape(ABC):
-    """The sizes of a state, whose class says by which rule tokens change it. Kernels have a table of these classes.
+    """The sizes of a state. The class gives the rule by which tokens change it, and kernels have a table of classes.
 
-    tail: how many inputs of earlier tokens the convolution takes, which comes before the rule.
+    tail: the number of earlier tokens' inputs that the convolution takes. It comes before the rule.
     """
 
     tail: int
 
     divisor: ClassVar[tuple[str, str]]
-    """Two fields, of which the first divides the second: heads of the one serve several of the other."""
+    """Two fields. The first divides the second: each of its heads serves several of the second's."""
 
     sides: ClassVar[tuple[str, str]]
     """Two fields, the rows and columns of a state."""
@@ -76,13 +76,14 @@ class StateShape(ABC):
         return replace(self, **{few: serving, many: len(shard.part(f"{many} of recurrent layers", self.heads))})
 
     def undivided(self, shard: Shard, sharers: int) -> Self:
-        """The shape of which divided() made this one. sharers: what its sharers() gave."""
+        """Returns the shape from which divided() made this one. sharers: the result of that shape's sharers()."""
         few, many = self.divisor
         serving = getattr(self, few) * (shard.size // sharers)
         return replace(self, **{few: serving, many: self.heads * shard.size})
 
     def held(self, parts: HeadParts, shard: Shard, sharers: int) -> Iterator[HeldNumbers]:
-        """Yields the numbers that a rank with this shape holds among those of all ranks, a run for each of `parts`."""
+        """Yields the numbers that a rank with this shape holds among the numbers of all ranks, a run for each of
+        `parts`."""
         begin = whole = 0
         for field, each in parts:
             count, ranks = getattr(self, field) * each, sharers if field == self.divisor[0] else 1

@@ -89,7 +89,7 @@ class FixedArrays:
         self._prepared = self._begins[last] + arrays[last].size * self._host_arrays[last].itemsize
 
     def put(self, first: int, arrays: Sequence[NDArray[Any]]) -> None:
-        """Instead of those prepared, from the array with index `first` on."""
+        """Replaces the prepared arrays, from index `first` on."""
         for host, array in zip(self._host_arrays[first:], arrays, strict=False):
             host[: array.size] = array
 

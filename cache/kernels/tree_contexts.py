@@ -28,7 +28,7 @@ class TreeContexts:
 
 
 def split_contexts(trees: TokenTrees, tables: PageTables, page_size: int, window: int | None) -> TreeContexts:
-    """trees: of the sequences of tables; window: that of the layers whose tables these are."""
+    """trees: of the sequences of tables. window: of the layers that use these tables."""
     first_needed = span_of(window).first_needed
     bases = (tables.kv_lens[trees.sequences] - trees.sizes).astype(np.int64)
     begins = np.cumsum(trees.counts) - trees.counts

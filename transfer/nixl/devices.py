@@ -1,4 +1,4 @@
-"""The network devices and protocols of UCX, NIXL's library below: those of the endpoint's address, and RDMA."""
+"""The network devices and protocols of UCX, which NIXL uses: RDMA, and the device of the endpoint's address."""
 
 import fcntl
 import socket
@@ -18,7 +18,7 @@ GET_ADDRESS = 0x8915  # SIOCGIFADDR
 
 
 def settings(endpoint: Endpoint, *, cuda: bool) -> dict[str, str]:
-    """UCX's variables. Without one of them it listens on every address of the host. TransportError.
+    """Returns UCX's variables. Without any one of them it would listen on every address of the host. TransportError.
 
     No protocol maps or enters another process's memory, as `cma` and `posix` do: such a write needs no connection, so
     nothing could end it with its epoch. cuda: whether pages are on a GPU.

@@ -1,4 +1,4 @@
-"""The thread that alone talks to NIXL: it writes, sends notes, and takes those of the peers."""
+"""The thread that alone talks to NIXL: it writes, sends notes, and takes the peers' notes."""
 
 import logging
 import threading

@@ -1,8 +1,8 @@
-"""An agent of NIXL for one peer: what it registers, what it has begun, and its end.
+"""An agent of NIXL for one peer: its registrations, its work under way, and its end.
 
 Each peer has an agent of its own. UCX writes wherever the other side says, and NIXL cannot take one peer's right to do
 so away from an agent that others use. The end of an agent takes its connections, its worker of UCX and its registered
-memory with it: whatever that peer had under way, nothing of it lands here any more (decision 0148).
+memory with it. So no write of that peer lands here any more (decision 0148).
 """
 
 import base64

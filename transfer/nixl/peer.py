@@ -123,7 +123,7 @@ class Peer:
             self.progress.notify_all()
 
     def fail(self, reason: str) -> None:
-        """Whoever waits for something wakes. Only the first reason stays."""
+        """Wakes all threads that wait. Only the first reason stays."""
         with self.lock:
             self.failure = self.failure or reason
             self.waiting.clear()

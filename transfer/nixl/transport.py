@@ -286,7 +286,7 @@ class NixlTransport(Transport):
         return f"{self.config.island}-{self.epoch}-{self.pe}-{token.hex()}"
 
     def _handle(self, memory: NixlMemory, name: str, links: Mapping[int, Link]) -> bytes:
-        """Makes the handle for the peers of those links."""
+        """Makes the handle for the peers of these links."""
         detail: Detail = {
             "name": name,
             "metadata": ",".join(links[pe].metadata if pe in links else "" for pe in range(self.num_pes)),

@@ -66,14 +66,14 @@ class EventFence:
 class NvshmemTransport(Transport):
     """One PE a process, on the CUDA device current at open(); all PEs on GPUs of one host.
 
-    PEs may share a GPU, as many on each. Without MPS, NVSHMEM then refuses its collectives but for barrier_all, the
-    only one that is used here, and names what PEs of a GPU share after the first of them: a host has room for one such
+    PEs may share a GPU, as many on each. Without MPS, NVSHMEM then refuses its collectives except barrier_all, the only
+    one used here. It names the memory that PEs of a GPU share after the first PE, so a host has room for one such
     island at a time.
 
-    Unlike other transports it makes its memory in join(), and join() and close() are collective: each returns once
-    every PE has called it; the island's supervisor bounds that by ending its processes. A join() that failed for
-    another reason than a handle leaves NVSHMEM initialised, so the process has to end; so does a close() that finds a
-    peer dead, by NVSHMEM's own doing. After close() another transport can open in the same process, with new members.
+    Unlike other transports it makes its memory in join(). join() and close() are collective: each returns once every PE
+    has called it. The island's supervisor bounds that by ending its processes. A join() that fails for another reason
+    than a handle leaves NVSHMEM initialised, so the process must end. If close() finds a peer dead, NVSHMEM itself ends
+    the process. After close() another transport can open in the same process, with new members.
     """
 
     def __init__(self, config: TransportConfig, *, peer_access: bool = True) -> None:

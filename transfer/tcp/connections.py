@@ -1,4 +1,4 @@
-"""Opening connections to a PE, and accepting those of others."""
+"""Opens connections to a PE, and accepts connections from others."""
 
 import hmac
 import logging
@@ -80,7 +80,8 @@ class Listener:
         self._thread.start()
 
     def close(self) -> None:
-        """No connection comes any more, and the threads of those that were accepted have ended: their peers come first.
+        """Stops accepting connections, and waits until the threads of accepted ones have ended. Their peers close
+        first.
 
         TransportTimeout when one does not end: it may still write into the pages.
         """

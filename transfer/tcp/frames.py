@@ -111,8 +111,8 @@ def staged_count(entry_bytes: int) -> int:
 
 
 def read_header(data: bytes, layout: KVLayout, regions: Regions | None = None) -> Header:
-    """TransportError unless a PE of this layout could have sent it. regions: what the pages here have in common with
-    those of a PE of another shard."""
+    """Reads a header. TransportError unless a PE of this layout could have sent it. regions: the parts that pages
+    here share with pages of a PE of another shard."""
     number, group, layer, count = HEADER.unpack(data)
     if number not in (Kind.PAGES, Kind.SLOTS, Kind.TOKENS):
         raise TransportError(f"a frame has kind {number}; it must be one of pages, slots and tokens")

@@ -56,7 +56,7 @@ class PageMemory:
     def put(
         self, kind: Kind, group: int, layer: int, slots: Tensor, values: Tensor, region: Region | None = None
     ) -> None:
-        """Writes a frame of slots or tokens to its slots (int64 [n]). region: that of the sender's shard."""
+        """Writes a frame of slots or tokens to its slots (int64 [n]). region: of the sender's shard."""
         pool, of = self.pools[group], self.layout.groups[group]
         layers, heads, row = len(of.layers), of.num_kv_heads, self.layout.page_shape(group)[-1]
         if region is not None:

@@ -58,7 +58,7 @@ class Peer:
             raise PeerGone(f"PE {self.pe}: {self.failure}")
 
     def fail(self, reason: str) -> None:
-        """Ends all connections; whoever waits for something wakes. Only the first reason stays."""
+        """Ends all connections, and wakes all threads that wait. Only the first reason stays."""
         with self.lock:
             self.failure = self.failure or reason
             for connection in self._sockets:

@@ -67,8 +67,8 @@ def receive_signals(connection: socket.socket, peer: Peer, memory: PageMemory) -
 
 
 class FrameReader:
-    """Reads frames from one connection. TransportError for what no PE of this layout sends: nothing of it is written.
-    OSError where the connection ends.
+    """Reads frames from one connection. TransportError for a frame that no PE of this layout sends; none of its bytes
+    are written. OSError where the connection ends.
     """
 
     def __init__(self, connection: socket.socket, memory: PageMemory, regions: Regions | None = None) -> None:

@@ -21,7 +21,7 @@ class Sender:
     """All that goes to one peer. The step thread gives; a connection's thread sends, in the order given."""
 
     def __init__(self, peer: Peer, connections: Sequence[socket.socket]) -> None:
-        """connections: DATA_CONNECTIONS of them, then the one for signals."""
+        """connections: DATA_CONNECTIONS for data, then one for signals."""
         self.peer = peer
         self._queues: list[deque[Frame]] = [deque() for _ in range(DATA_CONNECTIONS)]
         self._waiting = [0] * DATA_CONNECTIONS  # bytes that each has yet to send

@@ -8,17 +8,17 @@
 A connection carries frames one way, and each of its ends belongs to one thread. Whole pages are sent straight from the
 sender's pages and read straight into the receiver's. Slots and tokens are gathered into a copy, and sorted in there.
 
-**Order.** Frames of one connection land in the order in which they were given to it; those of several do not. A post
-carries how many frames were given to each data connection before it. The receiver counts the frames that have landed
-from each, and applies the post when all counts are reached. So whoever sees a signal sees all that was written before
-it. A receiver tells its counts; a fence is quiet once they reach those of its making.
+**Order.** Frames of one connection land in the order in which they were given to it. Frames of several connections do
+not. A post carries how many frames were given to each data connection before it. The receiver counts the frames that
+have landed from each, and applies the post when all counts are reached. So a reader that sees a signal sees all earlier
+writes. A receiver tells its counts. A fence is quiet once they reach the counts at which it was made.
 
 **Loss.** Where one connection to or from a peer ends, all of them do, for the rest of its epoch: writes, posts and
 fences then raise PeerGone. Nothing is sent twice, and no signal passes frames that were lost.
 
 **Epochs.** A connection begins with island, epoch, PE and a token from the handle, which each open() draws anew; with
 certificates it is mutual TLS of the cluster's own authority. The listener closes when all have connected. close() ends
-all connections, and returns when no thread writes into the pages any more. So does cut() with those of one peer. An
+all connections, and returns when no thread writes into the pages any more. cut() does so with one peer's. An
 offer to the process that takes the peer's place is another listener, with a token of its own.
 """
 

@@ -123,7 +123,7 @@ def reason_of(error: Exception) -> str:
 
 
 def find_compiler(*names: str) -> str:
-    """The first of these programs that there is; FileNotFoundError when there is none."""
+    """Returns the first of these programs that exists; FileNotFoundError when none does."""
     found = next(filter(None, map(shutil.which, names)), None)
     if found is None:
         raise FileNotFoundError(f"{' or '.join(names)} is not on the PATH")
@@ -137,7 +137,7 @@ def run_compiler(*command: str) -> str:
 
 
 def read_with_headers(source: Path, headers: Path) -> list[str]:
-    """The text of a C or CUDA file, and of those in `headers` that it includes, directly or not."""
+    """Returns the text of a C or CUDA file, and of the files in `headers` that it includes, directly or not."""
     texts: dict[Path, str] = {}
     pending = [source]
     while pending:

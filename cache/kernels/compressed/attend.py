@@ -1,7 +1,7 @@
 """Attention to a window and to entries with sinks, K = V in one plane: Triton kernels, which compute what attend() of
 reference.py does.
 
-Few tokens share out what each of them reads (flash-decoding), and a second kernel merges what was found.
+With few tokens, several programs share the reads of each (flash-decoding), and a second kernel merges their results.
 """
 
 from typing import Any

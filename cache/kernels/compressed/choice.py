@@ -11,7 +11,7 @@ from tandem.cache.kernels.compressed import reference
 
 @dataclass(frozen=True)
 class TokenKernels:
-    """See reference.py for each of them."""
+    """The kernels whose references are in reference.py."""
 
     rotate_and_append: Callable[..., tuple[Tensor, Tensor]]
     rotate_queries: Callable[..., Tensor]

@@ -83,8 +83,9 @@ def attend(
     to entries.
 
     window, entries: a pool [num_pages, layers, 1, 1, page_size, D], the layer there, and where tokens find it; None:
-    there are no entries. visible: int32 [T], how many entries a token sees, the first. chosen: int32 [T, k], which of
-    these it attends to, then -1; None: all, and longest is at least all of `visible`. sinks: [heads].
+    there are no entries. visible: int32 [T], the number of first entries that a token sees. chosen: int32 [T, k], the
+    visible entries that it attends to, then -1; None: all, and longest is at least the maximum of `visible`. sinks:
+    [heads].
     """
     pool, layer, pages = window
     wanted = positions[:, None] - torch.arange(width - 1, -1, -1, device=positions.device)

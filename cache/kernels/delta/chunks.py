@@ -34,7 +34,7 @@ FIELDS = CHUNK_FIELDS, SEQUENCE_FIELDS
 
 class Tiling(NamedTuple):
     """precision: of products. rows: tokens that the convolution handles at once. solved, scanned: columns of a head
-    that a program of the solve and scan kernels handles at once. warps: of these programs. row_solved, row_warps: the
+    that a program of the solve and scan kernels handles at once. warps: of each program. row_solved, row_warps: the
     same for solve_row_chunks. stages: pipeline stages of the scan's loads.
     """
 

@@ -62,7 +62,7 @@ class KeptInputs(NamedTuple):
 
 @dataclass(eq=False)
 class Runs:
-    """The tokens of one verify step; in graph buffers, those of the latest one. begins: int64 [B], the first token of
+    """The tokens of one verify step; in graph buffers, of the latest. begins: int64 [B], the first token of
     each sequence. kept: None until the first layer has run."""
 
     rows: RunRows
@@ -78,7 +78,7 @@ class Runs:
         _advance(pool, layer, kept, shape, self.rows, output, x.skip)
 
     def run_again(self, pool: Tensor, sequence: int, count: int, shape: StateShape, rows: RunRows) -> None:
-        """Advances all layers by the first `count` tokens of a sequence, without outputs. rows: of these tokens."""
+        """Advances all layers by the first `count` tokens of a sequence, without outputs. rows: of the tokens."""
         assert self.kept is not None, "the step comes first"
         begin = int(self.begins[sequence])
         _advance(pool, 0, self.kept.part(slice(None), slice(begin, begin + count)), shape, rows, None)
@@ -114,7 +114,7 @@ def _advance(
     output: Tensor | None,
     skip: Tensor | None = None,
 ) -> None:
-    """Runs the layers in `kept`, of which the first is `layer`. output None: advances only the first token's sequence.
+    """Runs the layers in `kept`. The first is `layer`. output None: advances only the first token's sequence.
     Its page may be new, so the kernel reads nothing before all earlier work is done."""
     count, heads = rows.pages.shape[0], Heads.of(shape)
     width = next_power_of_2(heads.value_dim)

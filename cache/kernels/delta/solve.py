@@ -76,7 +76,7 @@ def invert_unit_lower(strict, SIZE: tl.constexpr, LEVELS: tl.constexpr, PRECISIO
     The inverse of a block of two rows is I - strict. If two neighbouring blocks have the inverses A and B, and C is the
     block below A, then the joint inverse has -B C A there. All its numbers are at most about 1: they say how much of
     one token is left in another, and no step enlarges a state. So float16 is as exact as tf32. It is used unless
-    PRECISION is that of float32.
+    PRECISION is float32's.
     """
     row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
     dtype: tl.constexpr = tl.float32 if PRECISION == "ieee" else tl.float16  # pyright: ignore[reportAssignmentType]

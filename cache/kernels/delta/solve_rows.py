@@ -2,8 +2,8 @@
 
 The product of two tokens i > j decays by exp(total_i - total_j) in each key dimension. A matrix product needs that as a
 factor of i times a factor of j. For any row r between j and i, exp(total_i - total_r) and exp(total_r - total_j) are at
-most 1, so nothing overflows, however fast a state decays. So the chunk is halved repeatedly. Each level multiplies the
-tokens of a second half by those of the first half, and r is the last row of the first half.
+most 1, so nothing overflows, however fast a state decays. So the chunk is halved repeatedly. Each level multiplies a
+second half's tokens by the first half's, and r is the last row of the first half.
 """
 
 import triton

@@ -82,7 +82,7 @@ def plan_parts(
     *,
     others: bool = False,
 ) -> tuple[Tensor, tuple[AttentionPart, ...]]:
-    """tables.slot_mapping on the device, and parts that cover every token once; all of it in one copy.
+    """Returns tables.slot_mapping on the device, and parts that cover every token once. One copy uploads all.
 
     groups: of the sequences without trees; those with trees make one more. window: of the layers. others: some
     sequences are in no group.
@@ -128,7 +128,7 @@ def _draft(
     contexts: TreeContexts | None,
     page_size: int,
 ) -> _Draft:
-    """contexts: those of all trees, which are of these sequences. Where all nodes see no position, one stands in."""
+    """contexts: of all trees. The sequences are the trees'. Where all nodes see no position, one stands in."""
     sequences = np.flatnonzero(which)
     tables = own_tables(tables, sequences, page_size)
     firsts, lengths = tables.kv_indptr[:-1], tables.kv_lens

@@ -1,8 +1,8 @@
 """Decode attention on a GPU where sequences share pages: FlashInfer over each segment's queries, merged with the rest.
 
-All segments, whatever their level, are one call of FlashInfer's prefill attention: a segment is a request whose
-queries are those of its members. Another call attends to what each sequence has of its own, and one kernel merges.
-FlashInfer's own cascade, a call for each level by fa3, took 2.8 times as long (docs/decisions/0023).
+All segments, whatever their level, are one call of FlashInfer's prefill attention: a segment is a request with its
+members' queries. Another call attends to each sequence's own pages, and one kernel merges. FlashInfer's own cascade, a
+call for each level by fa3, took 2.8 times as long (docs/decisions/0023).
 """
 
 from dataclasses import dataclass

@@ -45,7 +45,7 @@ class _Step(ctypes.Structure):
 
 @dataclass(frozen=True, eq=False)
 class NativePlan:
-    """step points into page_ids and indices, which the plan keeps alive; address is that of step. parts: for torch."""
+    """step points into page_ids and indices, which the plan keeps alive. address: of step. parts: for torch."""
 
     num_decodes: int
     parts: tuple[AttentionPart, ...]

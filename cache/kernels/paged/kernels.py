@@ -29,8 +29,8 @@ MOST_TOKENS = 1 << 20  # of prompts in graph buffers, which take no workspace
 
 @dataclass(frozen=True, eq=False)
 class TreePart:
-    """Nodes of trees, on the device. tokens: int64 [n], where they stand among all. contexts: tiles of these, packed,
-    with what all nodes of a tree see before it. nodes: what else they see."""
+    """Nodes of trees, on the device. tokens: int64 [n], the nodes' places among all tokens. contexts: tiles of the
+    packed nodes, with the positions before a tree that all its nodes see. nodes: what else they see."""
 
     tokens: Tensor
     contexts: Tensor
@@ -112,7 +112,7 @@ class TritonKernels(TritonSteps):
         return lay_out_tiles(*chosen, causal=causal, window=self.scoring.window if causal else None)
 
     def _plan_tiles(self, tiles: Int32Array, tokens: TokenLayout, tables: PageTables) -> TilePlan:
-        """All of it in one copy."""
+        """Uploads the whole plan in one copy."""
         contexts, arrays = lay_out_nodes(tokens, tables, self._pool.shape[4], self.scoring.window)
         trees = tokens.trees
         if contexts is not None and trees is not None:

@@ -1,4 +1,4 @@
-"""Attention over a paged pool with torch operations: a forward is cut into parts that each suit one of them.
+"""Attention over a paged pool with torch operations: a forward is cut into parts, each for one operation.
 
 Decodes gather the pages of many sequences at once; fresh prompts attend to the K and V that were just computed; later
 chunks of a prompt gather their own pages. `spans` is one layer of a pool as rows of page_size · head_dim elements, its
@@ -37,9 +37,10 @@ class AttentionPart(ABC):
     def attend(
         self, spans: Tensor, q: Tensor, k: Tensor | None, v: Tensor | None, scoring: Scoring, sinks: Tensor | None
     ) -> Tensor:
-        """Their o [n, num_q_heads, head_dim] from their own q and all k and v; None: these are in the pages alone.
+        """Returns the part's o [n, num_q_heads, head_dim] from the part's q and all tokens' k and v; None: they
+        are in the pages alone.
 
-        The window of `scoring` is that of plan_attention.
+        `scoring` has the window given to plan_attention.
         """
 
 
@@ -164,7 +165,7 @@ def plan_decodes(tables: PageTables, pool: Tensor, dtype: torch.dtype) -> tuple[
 def plan_prompts(
     tokens: TokenLayout, tables: PageTables, pool: Tensor, window: int | None, dtype: torch.dtype
 ) -> tuple[AttentionPart, ...]:
-    """Parts that cover the tokens of sequences with more than one, and those of trees."""
+    """Returns parts that cover the tokens of trees, and of sequences with more than one new token."""
     planner = _Planner(tokens.qo_indptr[:-1], tables, pool, window, dtype)
     rows = planner.rows
     appends = np.diff(tokens.qo_indptr)

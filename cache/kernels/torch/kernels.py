@@ -34,7 +34,7 @@ class TorchPlan:
 
 
 class TorchKernels(AppendThenAttend):
-    """See KVBackend. The row ids that plan() makes are those of layer 0's K.
+    """See KVBackend. plan() makes row ids of layer 0's K.
 
     Every layer reads and writes the pool through a view that begins where that layer's K or V does, so one set of ids
     serves all layers:

@@ -119,7 +119,7 @@ class TorchLatentKernels(LatentEntries, LatentAppendThenAttend):
         return up.values(torch.cat(weighted).to(q.dtype))
 
     def _absorb(self, q: Tensor, up: UpProjections) -> Tensor:
-        """[n, heads, rank + rotated], whose product with an entry is that of q with its K."""
+        """Returns [n, heads, rank + rotated]. Its product with an entry equals the product of q with the entry's K."""
         still = self._heads.key_dim
         return torch.cat((up.absorb(q[:, :, :still]), q[:, :, still:]), 2)
 

@@ -12,8 +12,8 @@ from tandem.cache.plan.rope import Rotation
 
 
 class LatentEntries(PageOperations):
-    """Row ids are those of layer 0; a layer's rows are a view of the pool that begins there. fp8: how a pool of 8 bits
-    has them."""
+    """Entries by the row ids of layer 0. A layer's rows are a view of the pool that begins at the layer. fp8: the
+    form of entries in a pool of 8 bits."""
 
     def __init__(self, pool: Tensor, rank: int, fp8: Fp8Rows | None = None) -> None:
         super().__init__(pool)
@@ -27,7 +27,7 @@ class LatentEntries(PageOperations):
         self._layers = [stored[layer * self.page_size :] for layer in range(layers)]
 
     def entries(self, layer: int, rows: Tensor) -> Tensor:
-        """[n, rank + rotated]: copies of those at rows, int64 [n]."""
+        """Copies the entries at rows, int64 [n], to [n, rank + rotated]."""
         stored = self._layers[layer].index_select(0, rows)
         return stored if self._fp8 is None else self._fp8.dequantize(stored)
 

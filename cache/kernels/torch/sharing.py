@@ -1,6 +1,6 @@
-"""Attention of single queries in parts with torch operations: what sequences share once for all, the rest by itself.
+"""Attention of single queries in parts with torch operations: shared pages once for all sequences, the rest for each.
 
-A part's result is its output with the log-sum-exp of its scores; two of them make that of both parts together:
+A part's result is its output with the log-sum-exp of its scores. Two results make the joint result:
 lse = log(e^lse_1 + e^lse_2), o = o_1 · e^(lse_1 - lse) + o_2 · e^(lse_2 - lse).
 """
 
@@ -25,7 +25,7 @@ SAVED_BY_SEGMENT = 1 << 18
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Pages that some queries of a SharedDecodes attend to together. members: int64 [m], which of them."""
+    """Pages that some queries of a SharedDecodes attend to together. members: int64 [m], these queries."""
 
     members: Tensor
     gather: PageGather
@@ -48,7 +48,7 @@ class Segment:
 class SharedDecodes(AttentionPart):
     """Sequences with one new token each, some of which share pages.
 
-    own: cover every query once, with the pages that no segment has of it.
+    own: parts that cover every query once, with its pages that no segment has.
     """
 
     own: tuple[DecodePart, ...]

@@ -86,7 +86,7 @@ class SlidingPart:
 class SlidingParts:
     """The sequences of a forward that slide, in one layer group: `sequences` (int64 [N], ascending) of the B.
 
-    num_tokens: new tokens of all of them."""
+    num_tokens: new tokens of all these sequences."""
 
     sequences: Int64Array
     num_tokens: int

@@ -35,12 +35,12 @@ def attend_chosen(
     scale: float,
     fp8: Fp8Rows | None = None,
 ) -> Tensor:
-    """Weighted sums of latents, [n, num_heads, rank]: those at the positions that each of n tokens has chosen.
+    """Returns weighted sums of latents, [n, num_heads, rank], over the positions that each of n tokens has chosen.
 
     pool: [num_pages, layers, 1, 1, page_size, rank + rotated], contiguous; both parts are powers of two of at least 16.
-    fp8: how a pool of 8 bits has these, of q's dtype. q [n, num_heads, rank], absorbed, and rotated
-    [n, num_heads, rotated]: rows of any strides. chosen: int32 [n, k], contiguous: positions, of which a row has one at
-    least, then -1. pages: firsts int32 [n] and kv_indices int32, see SeenPages.
+    fp8: the form of latents of q's dtype in a pool of 8 bits. q [n, num_heads, rank], absorbed, and rotated [n,
+    num_heads, rotated]: rows of any strides. chosen: int32 [n, k], contiguous: the positions of each row, at least one,
+    then -1. pages: firsts int32 [n] and kv_indices int32, see SeenPages.
     """
     return _attend(pool, layer, q, rotated, chosen, pages, chosen.shape[1], scale, fp8, chosen=True)
 
@@ -74,7 +74,7 @@ def _attend(
     *,
     chosen: bool,
 ) -> Tensor:
-    """which: positions that are chosen, or numbers of those that are seen. most: of positions to a token."""
+    """which: the chosen positions, or the numbers of positions seen. most: the most positions of a token."""
     num_tokens, num_heads, rank = q.shape
     tiling = choose_tiling(q, MANY)
     if fp8 is not None:

@@ -1,7 +1,7 @@
 """A layer's decode step in one Triton kernel: norm of heads, rotation, append and attention over the page table.
 
-Flash-decoding (Dao et al., 2023): the positions of a sequence are split over several programs for each KV head, and
-the last of them to finish merges what all have found. decode_plan.py says which program has which positions.
+Flash-decoding (Dao et al., 2023): the positions of a sequence are split over several programs for each KV head, and the
+last to finish merges all results. decode_plan.py assigns positions to programs.
 """
 
 from typing import Any

@@ -16,9 +16,9 @@ def leave(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PACK: tl.constexpr, ROWS: tl.constexpr, FEW_ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr, MOST_SPLITS: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the output of one KV head's q heads, or what `split` has found of it: the last of `used` merges.
+    """Writes the output of one KV head's q heads, or the part that `split` has found. The last of `used` merges.
 
-    count: tokens of the tile, up to PACK, one after another. q_heads: the first q head of the first of them."""
+    count: tokens of the tile, up to PACK, one after another. q_heads: the first q head of the first token."""
     row, column = tl.arange(0, ROWS)[:, None], tl.arange(0, HEAD_DIM)[None, :]
     here = row < count * GROUP
     if used == 1:

@@ -1,4 +1,4 @@
-"""The plan of a captured decode step: which program attends to which positions of which sequence.
+"""The plan of a captured decode step: the positions and sequence that each program attends to.
 
 A step waits for its slowest attention program. So schedule_splits() divides long sequences into parts of about equal
 length. It runs on the device, once a step, with that step's lengths. The host plans nothing.
@@ -53,10 +53,10 @@ FEW_FP8 = {64: Tiling(256, 4, 7), 128: Tiling(128, 4, 7), 256: Tiling(64, 4, 7)}
 class DecodePlan:
     """A decode step of B rows at fixed addresses, of a pool with Hkv heads of D numbers.
 
-    programs is how many programs like lengths occupy; by it the tiling is chosen.
+    programs: how many programs rows of equal lengths occupy; the tiling is chosen by it.
 
     pack: how many new tokens of one sequence a program attends for at once, in a verify step without a window. A tile
-    has room for so many: its sequence is read once for all of them. In other steps 1.
+    has room for so many, and reads its sequence once for all. In other steps 1.
     """
 
     tables: DeviceTables
@@ -143,8 +143,8 @@ def _schedule(
     ROWS: tl.constexpr, MOST: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
     WINDOW: tl.constexpr, BITS: tl.constexpr, FULL: tl.constexpr, RUNS: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
-    """Each program writes the entries of one row; longer pieces come first, so that the last to run are short. Of every
-    PACK rows of one sequence only the last has entries, for all of them.
+    """Each program writes the entries of one row; longer pieces come first, so that the last to run are short. Only the
+    last of every PACK rows of one sequence has entries, for all PACK.
 
     A piece has at most `most` blocks of positions: the fewest with which all rows fit into `room`. Where like
     lengths fill the device anyway (FULL), pieces shorter than the mean sequence would only add merges.

@@ -1,6 +1,6 @@
-"""Entries of 8 bits (float8_e4m3fn) in Triton kernels: what they are rounded from, and what products take them as.
+"""Entries of 8 bits (float8_e4m3fn) in Triton kernels: how they are rounded, and the dtype that products take.
 
-Scales are those of the layer's KV heads, or stand in the rows themselves: see Fp8Rows."""
+Scales belong to the layer's KV heads, or stand in the rows themselves: see Fp8Rows."""
 
 import triton
 import triton.language as tl

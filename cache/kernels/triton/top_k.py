@@ -1,8 +1,8 @@
 """The positions of the highest scores: a Triton kernel, which gives what choose() of torch/index.py does.
 
-Radix select (Alabi et al., 2012): the k-th highest is found digit by digit, by counts of how many scores have which.
-Then one pass writes, in order, the positions of those above it, and of its equals the first. One program does all of a
-row, or several share long rows.
+Radix select (Alabi et al., 2012): the k-th highest score is found digit by digit, by counting the scores with each
+digit. Then one pass writes, in order, the positions of higher scores, and of the first equal ones. One program does all
+of a row, or several share long rows.
 """
 
 from typing import Any

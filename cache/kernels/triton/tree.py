@@ -1,9 +1,10 @@
-"""Attention of token trees on a GPU: what their nodes see of each other, merged with what they saw of their contexts.
+"""Attention of token trees on a GPU: nodes attend to their trees, and the result is merged with attention to their
+contexts.
 
 The positions before a tree that all its nodes see are for any attention kernel that gives its log-sum-exp. Here a few
-nodes with all heads of a KV head go through the K and V of the tree, and of the positions before it that a window shows
-to some nodes only, tile by tile, with a softmax that is continued from there (Milakov and Gimelshein, 2018): the
-context's output counts as a tile that came before.
+nodes, with all heads of a KV head, go through K and V tile by tile: of the tree, and of earlier positions that a window
+shows to some nodes only. The softmax goes on from the context's (Milakov and Gimelshein, 2018), whose output counts as
+an earlier tile.
 """
 
 from dataclasses import dataclass
@@ -34,12 +35,12 @@ TILE_FIELDS = 6
 
 @dataclass(frozen=True, eq=False)
 class TreeTiles:
-    """New nodes of trees, those of all trees packed, in tiles of up to NODES_PER_TILE of one tree. On the device, flat.
+    """The new nodes of all trees, packed, in tiles of up to NODES_PER_TILE nodes of one tree. On the device, flat.
 
-    slots: int32, of each tree: those of the positions before it that not all its new nodes see, then of all its nodes.
-    tiles: int32 [tiles, TILE_FIELDS]: first node among the packed ones, how many, the first of the tree's slots, how
-    many of these the tile sees any of, how many of these are before the tree, and whether there is a context that all
-    see. masks: int32 [nodes, MASK_WORDS], see TokenTrees. edges: int32 [nodes], see TreeContexts.
+    slots: int32, for each tree the slots of earlier positions that only some new nodes see, then of all its nodes.
+    tiles: int32 [tiles, TILE_FIELDS]: the first node among the packed ones, the number of nodes, the tree's first slot,
+    the number of its slots that the tile may see, how many slots come before the tree, and whether a context exists
+    that all see. masks: int32 [nodes, MASK_WORDS], see TokenTrees. edges: int32 [nodes], see TreeContexts.
     """
 
     tiles: Tensor
@@ -144,8 +145,8 @@ def what_is_seen(masks, edges, node, there, key, inside, num_before, WORDS: tl.c
 
 @triton.jit
 def begin_softmax(lse, output, seen):
-    """A softmax of the rows that have `seen` a context: the largest score, of base 2, the sum of weights and that of
-    weighted values. lse: pointers [rows]; output: pointers [rows, columns]."""
+    """Begins the softmax of rows that have `seen` a context. Returns the largest score, of base 2, and the sums of
+    weights and of weighted values. lse: pointers [rows]; output: pointers [rows, columns]."""
     top = tl.load(lse, mask=seen, other=float("-inf"))
     weighted = tl.load(output, mask=seen[:, None], other=0.0).to(tl.float32)
     return top, tl.where(seen, 1.0, 0.0), weighted

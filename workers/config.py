@@ -68,24 +68,24 @@ class WorkerConfig:
 
     lease_seconds: how long a decode worker keeps a reservation that nobody starts, and how long a connection may be
     silent before its calls count as gone. silent_seconds: the same for connections, where that is longer: between hosts
-    a link may be down for a while. kv_cache_dtype: auto or fp8_e4m3; k_scale, v_scale: of an FP8 cache, None
-    takes the checkpoint's. verify_kv: whether digests of pushed KV are compared. These four are the same on every PE.
-    host_bytes: of host memory for evicted prefixes, over all ranks of the worker; 0: none; None: see
-    with_host_bytes(). verify_host: whether what comes back from there is compared with what was put. parked_bytes: of
-    host memory for parked sequences, over all ranks of a worker that decodes; None: none is parked. parking: when they
-    are. disk_path: a folder for what host memory has no room for, in which each rank has its own; None: none.
-    disk_bytes: of it, over all ranks of the worker.
-    token: what every call to the worker must carry. threads None takes an even part of its host's cores, which
-    `workers_on_host` share, or leaves torch's own choice where that is None, too. decode_workers: of the island, where
-    it is one: they share all threads of the island while no prompt is on its way to them.
+    a link may be down for a while. kv_cache_dtype: auto or fp8_e4m3; k_scale, v_scale: of an FP8 cache, None takes the
+    checkpoint's. verify_kv: whether digests of pushed KV are compared. These four are the same on every PE. host_bytes:
+    of host memory for evicted prefixes, over all ranks of the worker; 0: none; None: see with_host_bytes().
+    verify_host: whether pages that come back are compared with what was stored. parked_bytes: of host memory for parked
+    sequences, over all ranks of a worker that decodes; None: none is parked. parking: when sequences are parked.
+    disk_path: a folder for pages without room in host memory, in which each rank has its own; None: none. disk_bytes:
+    of it, over all ranks of the worker. token: what every call to the worker must carry. threads: None takes an even
+    part of the host's cores, which `workers_on_host` share, or torch's own choice where that is None, too.
+    decode_workers: the island's, if this worker is one. They share all threads of the island while no prompt is on its
+    way to them.
 
-    role: what the worker is mainly for. It computes prompts and decodes whatever its role is. adaptive: it is asked for
-    both often, so that what captures CUDA graphs captures those of both. token_seconds: how long a sequence may wait
-    for its next token because of prompts; None sets no bound. token_share: how many of its tokens are to come in that
-    time. priority_seconds: after so long, what waits counts with the next lower priority. record: None records
-    nothing. ranks: how many processes make up each worker of the island, each with a shard of the model; none where all
-    have one. rank: which of them this is; the first leads. epochs: of each PE, 0 for a vacant place, where the island
-    has such or this worker joins others that serve; none where all have `epoch`.
+    role: what the worker is mainly for. It computes prompts and decodes whatever its role is. adaptive: it often does
+    both, so CUDA graphs of both are captured. token_seconds: how long a sequence may wait for its next token because of
+    prompts; None sets no bound. token_share: how many of its tokens are to come in that time. priority_seconds: after
+    so long, a waiting request counts with the next lower priority. record: None records nothing. ranks: how many
+    processes make up each worker of the island, each with a shard of the model; none where all have one. rank: this
+    process's; rank 0 leads. epochs: of each PE, 0 for a vacant place, if the island has one or this worker joins others
+    that serve; none where all have `epoch`.
     """
 
     role: Role

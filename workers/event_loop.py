@@ -16,7 +16,7 @@ def unwatched(future: "asyncio.Future[T]") -> "asyncio.Future[T]":
 
 
 class EventLoopThread:
-    """Runs coroutines for code that is not asynchronous. Owned by whoever made it; stop() is idempotent."""
+    """Runs coroutines for code that is not asynchronous. Owned by its maker; stop() is idempotent."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()

@@ -90,7 +90,7 @@ class _Queued(QueueHandler):
 def open_log(settings: LogSettings, process: str) -> logging.Handler:
     """Lets this process log as configured, until close_log(). Workers, gateways and the launcher write the same lines.
 
-    process: its name, that of its file, too. OSError when the file cannot be opened.
+    process: its name, and the file's. OSError when the file cannot be opened.
     """
     target: logging.Handler = logging.StreamHandler()
     if settings.folder is not None:
@@ -123,7 +123,8 @@ class Named(Protocol):
 
 
 def of_requests(*requests: Named) -> dict[str, object]:
-    """`extra` of a log call that speaks of these requests: request_id of one, request_ids of several, none without."""
+    """Returns the `extra` of a log call about these requests: request_id of one, request_ids of several, none
+    without."""
     names = [request.request_id[:MAX_FIELD] for request in requests]
     if not names:
         return with_fields()

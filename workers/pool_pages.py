@@ -1,5 +1,5 @@
-"""The pages of a worker: how many each pool has, how many of those with states may be snapshots, and what the host
-keeps of them."""
+"""The pages of a worker: the pages of each pool, the pages of states that may be snapshots, and the pages that the
+host keeps."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -40,7 +40,7 @@ PROMPTS_AT_ONCE = 8  # long ones; in what they need, short ones fill as many for
 
 def pool_pages(config: WorkerConfig, layout: KVLayout, num_pages: int) -> tuple[int, ...]:
     """Returns the pages of each layer group. Groups that keep all get num_pages. Groups with a window get fewer where
-    their window cannot use as many. Groups with states get one for each sequence, and those for snapshots."""
+    their window cannot use as many. Groups with states get one for each sequence, and more for snapshots."""
     return pages_of_groups(layout, num_pages, _uses(config), _states(config))
 
 
@@ -113,8 +113,8 @@ def host_store(
     own: KVLayout | None = None,
 ) -> HostStore | None:
     """Makes a store for evicted prefixes, if config.host_bytes asks for it, with a disk below it if config has one.
-    layout: the largest of the island, by which all ranks keep as many pages. own: that of this rank; None: the same.
-    Raises InvalidArgument where the bytes hold too few."""
+    layout: the largest of the island, by which all ranks keep as many pages. own: this rank's layout; None: the
+    same. Raises InvalidArgument where the bytes hold too few."""
     own = layout if own is None else own
     if not config.host_bytes:
         return None

@@ -239,8 +239,8 @@ class Worker:
     def release(self, prefix: str, writer_quiet: bool) -> None:
         """Aborts every request whose id begins with `prefix`, and refuses those that are yet to arrive.
 
-        writer_quiet as in Abort, for what the worker decodes. The return means that it writes no more for any of them;
-        WriterNotQuiet when that cannot be said in time.
+        writer_quiet as in Abort, for what the worker decodes. When it returns, the worker writes no more for any such
+        request; WriterNotQuiet if that takes too long.
         """
         loop = self._loop
         if loop is not None:

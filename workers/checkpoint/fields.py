@@ -118,7 +118,7 @@ class Fields:
 
     @property
     def values(self) -> Mapping[str, Any]:
-        """All of them, unchecked."""
+        """All fields, unchecked."""
         return self._values
 
     def names(self) -> list[str]:

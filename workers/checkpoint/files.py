@@ -19,7 +19,7 @@ KINDS = {
 
 
 def is_there(path: Path) -> bool:
-    """Whether the folder has a file of that name, or a link that leads nowhere. Opening one of these fails."""
+    """Whether the folder has a file of that name, or a link that leads nowhere. Opening such a link fails."""
     return os.path.lexists(path)
 
 
@@ -69,7 +69,7 @@ def read_text(path: Path, limit: int) -> str:
 
 
 def check_fetched(path: Path, first: bytes) -> None:
-    """NotFetched when a file's first bytes are those of a Git LFS pointer."""
+    """Raises NotFetched when a file begins like a Git LFS pointer."""
     if first.startswith(POINTER):
         raise NotFetched(f"{path} is a Git LFS pointer, not the file; `git lfs pull` in {path.parent} fetches it")
 

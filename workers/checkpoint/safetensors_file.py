@@ -96,8 +96,8 @@ class SafetensorsFile:
         return STORED_DTYPES[stored.dtype_name]
 
     def parts(self, name: str, one: Slice, dtype: torch.dtype | None = None) -> list["TensorPart"]:
-        """The parts that fill the target of a slice of the tensor. dtype: as stored; None: that of dtype_of(), which
-        raises InvalidWeights."""
+        """The parts that fill the target of a slice of the tensor. dtype: as stored; None: dtype_of(), which raises
+        InvalidWeights."""
         dtype, begin, target = dtype or self.dtype_of(name), self.tensors[name].begin, one.target
         pitch, columns = dtype.itemsize, None
         if one.dim == 1 and one.extent is not None:

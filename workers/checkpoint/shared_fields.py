@@ -42,7 +42,7 @@ def read_heads(fields: Fields, num_kv_heads: int | None) -> tuple[int, int]:
 
 
 def read_activation_name(fields: Fields, name: str, default: str, served: Iterable[str]) -> str:
-    """The field `name`, one of those that are served."""
+    """Returns the field `name`, one of `served`."""
     value = fields.text(name, default)
     if value not in served:
         raise UnsupportedFeature(f"{fields.source}: {name} is {value!r}; only {', '.join(served)} are implemented")

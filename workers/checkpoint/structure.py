@@ -35,7 +35,7 @@ FEATURES: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 
 def structure(values: Mapping[str, Any]) -> frozenset[str]:
-    """Keys of FEATURES. values: the fields of config.json; those of its parts count, too."""
+    """Returns keys of FEATURES. values: the fields of config.json; its parts' fields count, too."""
     given = {name for part in _parts(values) for name, value in part.items() if value}
     given -= {name for name in FEATURES[SCALED] if values.get(name) == 1}
     if values.get("use_sliding_window") is False:

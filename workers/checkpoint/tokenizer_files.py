@@ -31,7 +31,7 @@ DEFAULT = "default"  # the name of a template that stands alone
 
 @dataclass(frozen=True)
 class TokenizerFiles:
-    """The contents of a folder's tokenizer files. tokenizer() makes the tokenizer, with the tokens of all of them.
+    """The contents of a folder's tokenizer files. tokenizer() makes the tokenizer, with the tokens of all files.
 
     special_tokens: texts by the names that templates know, bos_token and so on. chat_templates: sources by name.
     """
@@ -97,7 +97,7 @@ class TokenizerFiles:
 
 
 def end_tokens(folder: Path, of_model: Sequence[int], vocab_size: int) -> tuple[int, ...]:
-    """The ids that end an answer: those of the model's configuration and, as in vLLM, the tokenizer's eos_token. Those
+    """Returns the ids that end an answer: the model configuration's and, as in vLLM, the tokenizer's eos_token. Ids
     beyond the model's vocabulary are left out. Raises ModelError. Takes as long as TokenizerFiles.tokenizer()."""
     files = TokenizerFiles.read(folder)
     own = None if files is None or "eos_token" not in files.special_tokens else files.eos_token_id(files.tokenizer())

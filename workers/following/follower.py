@@ -152,7 +152,7 @@ class Follower:
 
 
 def _passed(waiting: deque[tuple[int, IsPast]], last: int) -> int:
-    """The last number with which, and with all before it, it is so. last: of those that ever waited."""
+    """Returns the last number that is past, with all before it. last: the last number that ever waited."""
     while waiting and waiting[0][1]():
         waiting.popleft()
     return waiting[0][0] - 1 if waiting else last

@@ -102,7 +102,7 @@ class WorkerRanks:
         return self._joining
 
     def opened(self, handle: bytes) -> bytes:
-        """The handle of this PE's memory, with that of the memory that ranks share where this is their leader."""
+        """Returns the handle of this PE's memory. The leader's also has the handle of the memory that ranks share."""
         if self.shard.size == 1 or self.follows:
             return handle
         self._memory, self._fd, own = create_memory(*self._extent)

@@ -117,7 +117,7 @@ class Handoff:
         self._ended.abort(request_id)
 
     def release(self, prefix: str) -> list[str]:
-        """refuse() for every request whose id begins with `prefix`. The ids of those that are here."""
+        """Calls refuse() for every request whose id begins with `prefix`. Returns the ids of requests that are here."""
         self._ended.release(prefix)
         return [known for known in self._requests if known.startswith(prefix)]
 
@@ -145,7 +145,7 @@ class Handoff:
         return Post(row, reservation.target_pe, reservation.signal_slot, signal, digest)
 
     def finish(self, request: PrefillRequest, first: FirstToken) -> None:
-        """See Destination: the caller hears of it once all is quiet."""
+        """See Destination. The caller gets the result once all writes are quiet."""
         request.sampled_at = time.perf_counter()
         request.first_token.set_result(first)
         self.drain(request, None)
@@ -191,7 +191,7 @@ class Handoff:
         return settled(True) if draining is None else draining.abort()
 
     def _heed_recalls(self, stop: Stop) -> None:
-        """Stops what receivers want back, and answers them once nothing of it is in flight any more."""
+        """Stops writes that receivers recall, and answers once none is in flight any more."""
         if self._clock() - self._recalls_read < RECALL_POLL_SECONDS:
             return
         self._recalls_read = self._clock()

@@ -99,7 +99,7 @@ class Reservations:
         self._refused = (*self._refused, prefix)
 
     def request_ids(self) -> list[str]:
-        """Also of those that drain."""
+        """The ids of all requests, including those that drain."""
         return [*self._requests, *(request.request_id for request in self._draining.values())]
 
     def prepare(
@@ -148,7 +148,7 @@ class Reservations:
         return self._offers[request_id]
 
     def start(self, request_id: str, reservation_id: int, max_tokens: int, num_output: int = 0) -> DecodeRequest:
-        """The request, whose lease ends here: from now on it lives as long as its stream.
+        """Returns the request, whose lease ends here. From now on it lives as long as its stream.
 
         InvalidCall when it has one already, wants more tokens than pages were reserved for, or its prompt is not longer
         than the num_output tokens at its end that an earlier placement has put out.
@@ -336,11 +336,11 @@ class Reservations:
 
     @property
     def _num_taken(self) -> int:
-        """Sequences, of those that this worker may have."""
+        """Counts the sequences in use, among those that this worker may have."""
         return len(self._draining) + sum(not request.parked for request in self._requests.values())
 
     def _has_room_for_longest(self) -> bool:
-        """Whether a prompt of the greatest length has room; with an encoder, whichever half has most of it."""
+        """Whether a prompt of the greatest length has room; with an encoder, with all of it in either half."""
         return all(room.fits for room in self.room.for_longest())
 
     def _offer(self, request: DecodeRequest, pages: int, writer_pe: int) -> Reservation:

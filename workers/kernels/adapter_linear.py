@@ -10,7 +10,7 @@ from torch import Tensor
 @dataclass(frozen=True, eq=False)
 class AdapterMatrices:
     """The matrices of S slots, each with one adapter or none, for a weight [N, K] of P parts: consecutive rows that are
-    weights of their own in a checkpoint. Adapters have rank R; those of a smaller rank are filled up with zeros.
+    weights of their own in a checkpoint. Adapters have rank R; adapters of a smaller rank are padded with zeros.
 
     A slot's matrices are contiguous, and slots lie one stride apart. Both have the dtype of x.
     """
@@ -26,7 +26,7 @@ class AdapterMatrices:
 
 
 class AdapterKernels(Protocol):
-    """Can be captured in a CUDA graph: shapes depend on those of the arguments, and nothing is read on the host."""
+    """Can be captured in a CUDA graph: shapes depend on the arguments' shapes, and nothing is read on the host."""
 
     def add(self, y: Tensor, x: Tensor, matrices: AdapterMatrices, slots: Tensor) -> None:
         """y[t, n] += Σ over r of (x[t] · a[slot, p·R + r]) · b[slot, n, r], for the part p of n, in place.

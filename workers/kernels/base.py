@@ -96,7 +96,7 @@ class FusedGemms(Protocol):
     """GEMMs of few rows with the operations around them in a layer: the norm before, silu or the residual after.
 
     x [T, in]; weights contiguous and in the dtype of x; norm: of x, before. They accumulate in float32.
-    Those of one row also take a ScaledLinear.
+    With one row they also take a ScaledLinear.
     """
 
     def linear(self, x: Tensor, weights: Linear, norm: RmsNorm | None = None) -> Tensor:
@@ -252,11 +252,11 @@ class Entered(NamedTuple):
 
 
 class DraftKernels(Protocol):
-    """Drafts by prompt lookup for a verify step that is launched before the host reads the tokens of the one before.
+    """Drafts by prompt lookup for a verify step that is launched before the host reads the previous step's tokens.
 
-    Both calls can be captured in a CUDA graph: The host does not wait, and shapes are fixed. A step has T rows, those
-    of a sequence one after another. preceding: int32 [T], how many of the rows right before a row are of its
-    sequence. Sequence i begins at the i-th row with 0.
+    Both calls can be captured in a CUDA graph: The host does not wait, and shapes are fixed. A step has T rows. Rows of
+    a sequence are consecutive. preceding: int32 [T], how many of the rows right before a row are of its sequence.
+    Sequence i begins at the i-th row with 0.
     """
 
     def accept(
@@ -264,10 +264,10 @@ class DraftKernels(Protocol):
     ) -> None:
         """Adds the tokens that a verify step found to the histories of its sequences.
 
-        A row holds if it is the first of its sequence, or if the row before it holds and sampled this row's token.
-        What a row that holds sampled goes to its position + 1 in its history, if that is below L. The length becomes
-        the position of the last such row + 2; surplus becomes the number of rows that do not hold. Sequences from S
-        on are padding: nothing is kept of them.
+        A row holds if it is the first of its sequence, or if the row before it holds and sampled this row's token. What
+        a row that holds sampled goes to its position + 1 in its history, if that is below L. The length becomes the
+        position of the last such row + 2; surplus becomes the number of rows that do not hold. Sequences from S on are
+        padding, and nothing is kept.
 
         tokens: int64 [T], the step's inputs. sampled: int64 [at least T], what was sampled after each. positions:
         int64 [T], where the inputs stand in their sequences.

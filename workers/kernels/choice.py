@@ -145,7 +145,8 @@ def choose_megakernels(shape: MegakernelShape, device: torch.device) -> Mapping[
 
 
 def choose_resident_gemms(shape: ResidentShape, device: torch.device) -> ResidentGemms | None:
-    """GEMMs of few rows of such a model that are faster than those of any number of rows; None where there are none."""
+    """Returns GEMMs of few rows of such a model that are faster than GEMMs of any number of rows; None where there
+    are none."""
     if device.type != "cuda":
         return None
     return load_resident_gemms(shape, device, choose_layer_kernels(device, shape.dtype))

@@ -1,6 +1,6 @@
 """Pairs of a token and an expert, sorted into blocks of one expert each, for products over many experts at once.
 
-The layout is that of the padded blocks of MegaBlocks (Gale et al., 2022): an expert's last block may have empty rows.
+The layout follows the padded blocks of MegaBlocks (Gale et al., 2022): an expert's last block may have empty rows.
 """
 
 from collections.abc import Callable

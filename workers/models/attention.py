@@ -36,7 +36,7 @@ def prepare_attention(
     kernels: LayerKernels,
     ranks: Ranks = ALONE,
 ) -> AttentionBlock:
-    """ranks: those of the config's shard."""
+    """ranks: of the config's shard."""
     if isinstance(parameters, RecurrentParameters):
         assert config.recurrent is not None  # parameters of a state come from it
         return prepare_recurrent(config.recurrent, config.rms_norm_eps, parameters, ranks)

@@ -61,8 +61,8 @@ class Decoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayer:
-    """One layer as it is run, or one block of it: attention and o are there together. Offsets of norms are in their
-    weights."""
+    """One layer as it is run, or one of its blocks. attention and o are there together. Offsets of norms are in
+    their weights."""
 
     norms: LayerNorms
     attention: AttentionBlock | None
@@ -89,8 +89,8 @@ class DenseDecoder:
     ) -> None:
         """Takes over filled `parameters` and empties their list of layers, so that no weight is held twice.
 
-        kernels, fused_gemms: None takes the fastest for the parameters' device. ranks: those of the config's shard,
-        else UnsupportedFeature.
+        kernels, fused_gemms: None takes the fastest for the parameters' device. ranks: of the config's shard, else
+        UnsupportedFeature.
         """
         if (config.shard.rank, config.shard.size) != (ranks.rank, ranks.size):
             raise UnsupportedFeature(
@@ -283,7 +283,7 @@ def prepare_layer(
 
 
 class Encoder:
-    """decoder: that of the encoder's layers, whose logits nobody asks for."""
+    """decoder: runs the encoder's layers. Its logits are not used."""
 
     def __init__(self, config: ModelConfig, decoder: DenseDecoder) -> None:
         self._config, self._decoder = config, decoder

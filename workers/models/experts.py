@@ -52,8 +52,8 @@ class LoopedExperts:
 class GroupedExperts:
     """Two products over all experts at once, of tokens sorted into blocks of one expert each.
 
-    Number L of L experts is as for LoopedExperts: it has blocks, which no kernel computes. Shapes depend on those of
-    the arguments, and nothing is read on the host, so that a CUDA graph can hold it.
+    Number L of L experts stands for another rank's expert, as for LoopedExperts: it has blocks, which no kernel
+    computes. Shapes depend on the arguments' shapes, and nothing is read on the host, so that a CUDA graph can hold it.
     """
 
     def __init__(self, parameters: MoeParameters, activate: Activate, *, alone: bool = True) -> None:

@@ -53,7 +53,7 @@ class GatedFeedForward:
 
 
 class MixtureOfExperts:
-    """The weighted sum of the chosen experts' gated feed-forwards, and that of the one that all tokens share."""
+    """The weighted sum of the chosen experts' gated feed-forwards, and of the expert that all tokens share."""
 
     def __init__(
         self,

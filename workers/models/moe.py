@@ -56,10 +56,10 @@ def read_moe(
     count: str = "num_local_experts",
     top_k: str = "num_experts_per_tok",
 ) -> MoeConfig:
-    """How many experts there are and how many a token goes to; raises InvalidConfig.
+    """Reads the number of experts, and to how many a token goes. Raises InvalidConfig.
 
-    layers None: all. intermediate_size, count, top_k: the names of the fields that have an expert's, their number, and
-    that of a token; count was called num_experts, too.
+    layers None: all. intermediate_size, count, top_k: the names of the fields for an expert's size, the number of
+    experts, and the experts of a token. count was called num_experts, too.
     """
     num_experts = fields.integer("num_experts" if "num_experts" in fields else count, minimum=1, maximum=MAX_EXPERTS)
     chosen = fields.integer(top_k, minimum=1)

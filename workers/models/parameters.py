@@ -33,7 +33,7 @@ class GatedParameters:
 
 @dataclass(frozen=True, slots=True)
 class MoeParameters:
-    """E experts, of which the shard holds L. Their weights are transposed views when the checkpoint's layout is."""
+    """E experts. The shard holds L. Their weights are transposed views when the checkpoint's layout is."""
 
     router: Weight  # [E, H]
     correction: Tensor | None  # float32 [E], see Routing

@@ -26,11 +26,11 @@ PARTS = ("text_config", "encoder", "decoder")  # of a config.json that is made o
 
 
 def load_config(folder: Path, dtype: str = "auto") -> ModelConfig:
-    """config.json and generation_config.json of a checkpoint folder; raises ModelError.
+    """Reads config.json and generation_config.json of a checkpoint folder. Raises ModelError.
 
-    dtype: "auto" takes that of config.json, else that of the weights, as transformers does; else a name of
-    tandem.cache.plan.layout.DTYPES. The end-of-sequence ids are those of generation_config.json where it has any, as
-    in transformers' generate; end_tokens() adds the tokenizer's.
+    dtype: "auto" takes config.json's, else the weights', as transformers does; else a name of
+    tandem.cache.plan.layout.DTYPES. The end-of-sequence ids come from generation_config.json where it has any, as in
+    transformers' generate; end_tokens() adds the tokenizer's.
     """
     if not folder.is_dir():
         raise CheckpointMissing(f"model folder {folder} is not there; it must be a folder with config.json")

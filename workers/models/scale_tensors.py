@@ -47,7 +47,7 @@ def read_scales(paths: Iterable[Path], config: ModelConfig) -> KVScales | None:
 
 
 def _read(file: SafetensorsFile, name: str, config: ModelConfig) -> tuple[float, ...]:
-    """The scale of the layer, or those of the shard's KV heads."""
+    """Reads the scale of the layer, or the scales of the shard's KV heads."""
     shape, num_kv_heads = file.tensors[name].shape, config.num_kv_heads * config.shard.size // config.kv_replicas
     if math.prod(shape) not in (1, num_kv_heads):
         raise InvalidWeights(

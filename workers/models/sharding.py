@@ -24,10 +24,10 @@ LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
-    """The config of one shard of a whole model. InvalidArgument when the ranks cannot divide its sizes.
+    """Returns the config of one shard of a whole model. InvalidArgument when the ranks cannot divide its sizes.
 
-    num_heads, num_kv_heads, intermediate_size and moe.shared_size become those of the shard. num_experts stays, since
-    each rank routes to all experts; ModelConfig.experts is the range that the shard holds.
+    num_heads, num_kv_heads, intermediate_size and moe.shared_size become the shard's. num_experts stays, since each
+    rank routes to all experts; ModelConfig.experts is the range that the shard holds.
     """
     moe, whole = config.moe, config.latent is not None  # all ranks keep the whole latents
     full, compressed = config.full_heads, config.compressed
@@ -59,9 +59,9 @@ def shard_config(config: ModelConfig, shard: Shard) -> ModelConfig:
 
 
 def slices_of(name: str, weight: Tensor, config: ModelConfig, stored: tuple[int, ...]) -> list[Slice]:
-    """The slices of the stored tensor `name`, of shape `stored`, that fill `weight`, which the shard holds of it.
+    """Returns the slices of the stored tensor `name`, of shape `stored`, that fill `weight`, the shard's part.
 
-    Scales of columns are divided like the columns: Format.form has seen to it that no group of them is.
+    Scales of columns are divided like the columns: Format.form has made sure that no group of columns is.
     """
     if config.shard.size == 1:
         return [Slice(weight)]
@@ -113,7 +113,7 @@ def _extents(last: str, config: ModelConfig) -> tuple[int, ...]:
 
 
 def _fused(weight: Tensor, extents: tuple[int, ...], shard: Shard, replicas: int) -> Iterator[Slice]:
-    """replicas: of the parts after the first, those of K and V."""
+    """replicas: of the parts after the first: K and V."""
     counts = [shard.size // (replicas if part and len(extents) > 2 else 1) for part in range(len(extents))]
     total, begin = sum(count * extent for count, extent in zip(counts, extents, strict=True)), 0
     for part, extent, count in zip(weight.split(extents), extents, counts, strict=True):

@@ -161,6 +161,6 @@ def _megakernel_layer(layer: FusedLayer, dtype: torch.dtype) -> MegakernelLayer 
 
 
 def _plain(attention: AttentionParameters, feed_forward: GatedParameters) -> list[Linear]:
-    """qkv, o, gate and up, down; fewer where memory does not hold one of them as such."""
+    """Returns qkv, o, gate and up, down; fewer where memory does not hold one as such."""
     weights = (attention.qkv, attention.o, feed_forward.gate_up, feed_forward.down)
     return [plain for one in weights if (plain := one.plain()) is not None]

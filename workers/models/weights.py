@@ -60,8 +60,8 @@ def load_decoder(
     ranks: Ranks = ALONE,
     adapters: AdapterSettings = NO_ADAPTERS,
 ) -> DenseDecoder:
-    """A decoder with the parameters that load_parameters reads. ranks: those of the config's shard. adapters: for which
-    it has slots. Raises UnsupportedFeature where adapters cannot change the model."""
+    """Loads a decoder with the parameters that load_parameters reads. ranks: of the config's shard. adapters: for
+    which it has slots. Raises UnsupportedFeature where adapters cannot change the model."""
     decoder = DenseDecoder if config.hyper is None else HyperDecoder
     parameters = load_parameters(folder, config, load_format=load_format, device=device, report=report)
     if adapters.max_resident:
@@ -80,9 +80,9 @@ def load_parameters(
     """Allocates and fills the parameters of `config` on `device`.
 
     load_format: "safetensors" reads the folder; "dummy" draws random weights, the same each time, and opens no file.
-    Quantized weights stay so where there is a form for them, see Format.form. Others become those of the model's dtype
-    part by part: beside the parameters, each of the READERS threads takes at most stored.MAX_PART_BYTES.
-    Raises CheckpointMissing, InvalidConfig and InvalidWeights.
+    Quantized weights stay so where there is a form for them, see Format.form. Others are dequantized to the model's
+    dtype part by part. For that, each of the READERS threads takes at most stored.MAX_PART_BYTES. Raises
+    CheckpointMissing, InvalidConfig and InvalidWeights.
     """
     config = config if load_format == "dummy" else _with_head(folder, config)
     parameters = load(folder, config, _whole_model(config), torch.device(device), load_format, report)
@@ -114,8 +114,7 @@ def check_weights(folder: Path, config: ModelConfig) -> None:
 
 @dataclass(frozen=True)
 class Blueprint(Generic[T]):
-    """How parameters of one kind are allocated and named. Both are given the names of the tensors that are stored of
-    them."""
+    """How parameters of one kind are allocated and named. Both calls get the names of the stored tensors."""
 
     allocate: Callable[[Collection[str], torch.device, Forms], T]
     named: Callable[[T, Collection[str]], dict[str, Tensor]]
@@ -256,8 +255,8 @@ def _stored(stack: ExitStack, folder: Path, config: ModelConfig, *, may_lack_hea
 
 
 def is_headless(names: Collection[str], config: ModelConfig) -> bool:
-    """Whether the tensors are those of a model that was stored without its head, as embedding models are: their names
-    lack a prefix."""
+    """Whether the tensors belong to a model stored without its head, as embedding models are: their names lack a
+    prefix."""
     own = config.hyper is None and any(name.startswith(BARE) for name in names)
     return own and not any(name.startswith((BACKBONE, config.lm_head_name)) for name in names)
 

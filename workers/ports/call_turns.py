@@ -1,8 +1,8 @@
 """Chooses the next call to begin, where clients send calls faster than a server looks at them.
 
-gRPC keeps calls in one line, whatever connections they came over. A call at the end of it waits for all others, those
-that were cancelled included: 0.1 to 0.3 ms of the event loop each. So few are let into that line, from one connection
-after another. The others stay in their connections, where TCP slows down who sends them.
+gRPC keeps calls in one line, whatever connections they came over. A call at its end waits for all others, including
+cancelled ones: 0.1 to 0.3 ms of the event loop each. So few calls are let into that line, from one connection after
+another. The others stay in their connections, where TCP slows down their senders.
 """
 
 import asyncio

@@ -44,7 +44,7 @@ class ClientFrames:
         return len(self._held)
 
     def add(self, content: bytes) -> None:
-        """Raises NotHttp2 where the client's first bytes are not those of HTTP/2."""
+        """Raises NotHttp2 where the client's first bytes are not HTTP/2."""
         self._held += content
         if self._preface:
             if not PREFACE.startswith(self._held[: len(PREFACE)]):

@@ -12,7 +12,7 @@ LEFT_SECONDS = 0.1  # within which gRPC cancels the task of a call whose client 
 
 
 async def heed_end() -> None:
-    """Returns if the call of this task goes on. Comes before an answer to a call of which nothing was read."""
+    """Returns if the call of this task goes on. Call it before answering a call of which nothing was read."""
     await asyncio.sleep(LEFT_SECONDS)
 
 

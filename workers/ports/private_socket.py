@@ -10,8 +10,8 @@ FILE_BITS = 24
 
 
 class PrivateSocket:
-    """A Unix socket that lies in no folder: others cannot see it, and nothing is left of it. Made before its server
-    starts. It leads there through /proc, whose files of a process only its user opens."""
+    """A Unix socket that lies in no folder: others cannot see it, and it leaves nothing. It is made before its
+    server starts. Clients reach it through /proc, where only a process's user may open its files."""
 
     def __init__(self, server: grpc.aio.Server) -> None:
         folder = tempfile.mkdtemp(prefix="tandem-")

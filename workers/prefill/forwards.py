@@ -18,7 +18,7 @@ from tandem.workers.sampling.sample_batch import SampleBatch
 from tandem.workers.scheduling.batch import Chunk
 
 PromptForward = Callable[[PromptChunks], PromptLogits]
-"""Computes chunks that nothing is pushed with. Gives the logits of those that end their prompts."""
+"""Computes chunks without a push. Returns the logits of chunks that end their prompts."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,9 +74,9 @@ class PromptForwards:
     def launch(
         self, chunks: Sequence[Chunk], *, alone: bool, forward: PromptForward | None = None
     ) -> EndedPrompts | None:
-        """Computes, or at least launches, one chunk of each prompt. Where none comes to its end, sends what has a
-        receiver; else sample() comes next. alone: no other prompt runs or waits. forward: that of a decode step, which
-        takes the chunks, too; None: one of their own."""
+        """Computes, or at least launches, one chunk of each prompt. If no prompt ends, sends the chunks that have a
+        receiver; else sample() comes next. alone: no other prompt runs or waits. forward: a decode step's forward,
+        which takes the chunks, too; None: a forward of their own."""
         prompts = [prompt for prompt, _ in chunks]
         sent = [prompt for prompt in prompts if prompt.target is not None]
         num_tokens = sum(length for _, length in chunks)

@@ -48,11 +48,11 @@ MOST_AHEAD = 3  # forwards: one runs, one is after the step in flight, one after
 class Prefills:
     """Owned by the step thread; every method runs there.
 
-    The Scheduler says what is computed, the Handoff what may be written. Only the end of a request waits for its
+    The Scheduler decides what is computed, the Handoff what may be written. Only the end of a request waits for its
     writes: the next forward is launched while they are under way, and the signal is posted after them.
 
-    What becomes of a prompt is its destination's: the Handoff's, or that of this worker's own decode side. Beside rows
-    nothing here waits for the device: first tokens are looked for between steps.
+    A computed prompt goes to its destination: the Handoff, or this worker's own decode side. While rows are decoded
+    nothing here waits for the device: it looks for first tokens between steps.
     """
 
     def __init__(
@@ -318,7 +318,7 @@ class Prefills:
                 self._await_first_tokens([prompt])
 
     def _sample(self, ended: EndedPrompts) -> None:
-        """Samples the first tokens of prompts of which all is launched. What is left to be sent follows, then the
+        """Samples the first tokens of prompts that are launched in full. Then it sends what is left, then the
         signals."""
         prompts = ended.prompts
         posts = [prompt.destination.post(prompt, row) for row, prompt in enumerate(prompts)]

@@ -131,7 +131,7 @@ class PromptReaders:
         return call
 
     def withdraw(self, call: ReadCall, error: WorkerError | None = None) -> None:
-        """Nothing more is computed for a call; whoever waits for it hears the error. Idempotent."""
+        """Stops computing for a call. Its caller gets the error. Idempotent."""
         for prompt in call.prompts:
             if prompt.left:
                 continue

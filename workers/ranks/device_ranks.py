@@ -1,4 +1,4 @@
-"""Ranks on GPUs of one host. Their collectives (exchange.cu) use memory that all of them map.
+"""Ranks on GPUs of one host. Their collectives (exchange.cu) use memory that all ranks map.
 
 Constants that host and device share are defined here. exchange_defines() passes them to the compiler.
 """
@@ -86,7 +86,7 @@ class RanksArgument(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """The packets of a tensor that one launch sums. whole: each rank sends all of them to all others (one shot)."""
+    """The packets of a tensor that one launch sums. whole: each rank sends all packets to all others (one shot)."""
 
     first: int
     last: int

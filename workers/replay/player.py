@@ -1,4 +1,4 @@
-"""Does again what recorded engines did, and compares what comes of it."""
+"""Repeats the actions of recorded engines, and compares the results."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -76,8 +76,8 @@ class Found(Exception):
 
 
 class Played(NamedTuple):
-    """The entries of an action, and of all that its record says of it before the next one. They are decoded when it is
-    done again: they name what the actions before have made. at: on the host's clock, in nanoseconds."""
+    """The entries of an action, up to the next action in its record. They are decoded when the action is repeated,
+    because they name results of earlier actions. at: on the host's clock, in nanoseconds."""
 
     at: int
     entries: list[bytes]
@@ -118,7 +118,7 @@ class Playback:
         self._summary.ends.setdefault(self.name, "it was cut off" if self._reader.cut else "its process ended")
 
     def play(self, one: Played, show: Show) -> None:
-        """Does the action. Raises Found where something else comes of it. show: see replay()."""
+        """Repeats the action. Raises Found where the result differs. show: see replay()."""
         decoded = (self._decoder.decode(entry) for entry in one.entries)
         self.action = action = next(decoded)
         if isinstance(action, EndEntry):

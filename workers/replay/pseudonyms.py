@@ -14,7 +14,7 @@ BYTES_A_TOKEN = 4
 
 
 class Pseudonyms:
-    """Token ids that are equal where those of a prompt are, page by page from its beginning, and tell nothing else.
+    """Token ids that are equal where the prompt's are equal, page by page from its beginning, and reveal nothing else.
 
     A page's pseudonyms follow from all tokens up to its end and from a random key, which is never written. So replayed
     prompts find the same prefixes and fill the same pages, while nobody can read or guess a text.

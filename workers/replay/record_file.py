@@ -43,9 +43,9 @@ class Header:
     """The worker that was recorded, and the time.
 
     num_pages: of every pool, as Worker.open() got it. layout: KVLayout.fingerprint. model: SHA-256 of the checkpoint's
-    config.json. host: the boot of the host; only its records share a clock. run: the same of all workers that one start
-    of a cluster made: a digest of the secret that they share. began: of that clock, in nanoseconds.
-    prompts: whether the record has token ids. types: those of its values and their fields.
+    config.json. host: the boot of the host; only its records share a clock. run: equal for all workers of one start of
+    a cluster: a digest of their shared secret. began: on that clock, in nanoseconds. prompts: whether the record has
+    token ids. types: of its values, and their fields.
     """
 
     config: WorkerConfig

@@ -1,4 +1,4 @@
-"""One prompt on its way through the worker that prefills it, and what comes of it."""
+"""One prompt on its way through the worker that prefills it, and its result."""
 
 import time
 from concurrent.futures import Future
@@ -18,8 +18,8 @@ from tandem.workers.wire.reservation import Reservation
 class PrefillResult:
     """The answer of RemoteSend. Times are in seconds.
 
-    prefill_seconds: from the first forward until all KV is at the receiver. push_seconds: the part of it that only the
-    push took, in calls that write and after the first token was sampled. Writes within or beside kernels take none.
+    prefill_seconds: from the first forward until all KV is at the receiver. push_seconds: the part that only the push
+    took, in calls that write, and after the first token was sampled. Writes within or during kernels take none.
     """
 
     first_token: int

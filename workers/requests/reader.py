@@ -1,4 +1,4 @@
-"""The values wanted of a prompt that nobody decodes, and those that its forwards have given so far."""
+"""The values wanted of a prompt that nobody decodes, and the values that its forwards have given so far."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple

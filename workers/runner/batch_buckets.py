@@ -28,7 +28,8 @@ def bucket_sizes(limit: int) -> list[int]:
 
 
 def sharing_sizes(limit: int) -> list[int]:
-    """Sizes for steps whose rows share pages: few, for a graph each is captured besides those of all steps."""
+    """Sizes for steps whose rows share pages: few, because each needs a graph in addition to the graphs of all
+    steps."""
     return [size for size in (16, 32, 64, 128, 256) if size < limit] + [limit] * (limit >= LEAST_TO_SHARE)
 
 

@@ -158,7 +158,7 @@ class DecodeGraphs:
         self._last[: tokens.shape[0]].copy_(tokens)
 
     def _step_eagerly(self, sequence_ids: Sequence[int] | Int64Array, inputs: Sequence[Int64Array]) -> Tensor:
-        """Runs a step without a graph, for more rows, of which one slides, than a graph has."""
+        """Runs a step without a graph: one of its rows slides, and it has more rows than such graphs."""
         forward = self._cache.begin(Batch(sequence_ids))
         self._adapted.begin(forward)
         tokens, sources, tickets, parameters = unpack_inputs(upload(inputs[:NUM_INPUTS], self._last.device))

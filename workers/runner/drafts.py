@@ -56,7 +56,7 @@ class Drafts:
         self.ahead = steps.ahead
 
     def note(self, noted: "Noted | None") -> None:
-        """The last step of the target; None: one of which a head's part is not there."""
+        """Notes the target's last step; None: the step has no outputs of a head."""
 
     def capture(self, buffers: Sequence[GraphBuffers], capture: Capture) -> None:
         """Makes steps replay CUDA graphs from now on, one for each of `buffers`: see DecodeGraphs."""
@@ -80,8 +80,8 @@ class Drafts:
         """Launches drafts of counts[i] ≥ 0 tokens, int64 [n], not all 0, for each sequence of the verify step that was
         launched last, in a graph. The verify step that follows takes them on the device.
 
-        Of the m sequences with a draft, in their order: tokens [longest · m], those of a step of the chain after those
-        of the one before. None: nothing is launched.
+        Returns tokens [longest · m] of the m sequences with a draft, in order, one step of the chain after another.
+        None: nothing is launched.
         """
         (places,) = counts.nonzero()
         rows, counts = self._last_rows(counts.size), counts[places]

@@ -1,5 +1,5 @@
-"""Prompt chunks: what an encoder computes of them before the decoder does, what is read of them beside the logits that
-follow them, and what a head computes afterwards."""
+"""Prompt chunks: what an encoder computes before the decoder, what is read besides the logits, and what a head
+computes afterwards."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -49,7 +49,8 @@ class LeftOfPrompts(NamedTuple):
 
 
 def encoded(model: Model, cache: PagedKVCache, prompts: PromptChunks, *, push: bool) -> PromptChunks:
-    """Encodes what chunks begin with of an encoder's prompt; what is left of them. push: see encode()."""
+    """Encodes the parts of an encoder's prompt with which chunks begin. Returns the rest of the chunks. push: see
+    encode()."""
     if model.config.encoder is None:
         return prompts
     ids = prompts.sequence_ids

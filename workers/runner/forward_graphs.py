@@ -18,7 +18,7 @@ Capture = Callable[[Callable[[], Tensor]], Replay]
 
 class GraphCapture:
     """Captures CUDA graphs that share one pool of memory, their results too. So only the result of the last replay can
-    be read: the next replay of any of these graphs writes over it.
+    be read: the next replay of any graph overwrites it.
 
         pool   | result of graph 1 | temporaries of graph 1   |
                | result of graph 2 | temporaries of 2 |           graph 2 was captured after result 1 was released

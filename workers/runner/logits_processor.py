@@ -19,7 +19,7 @@ NO_SLOT = -1
 
 
 class ProcessedLogits(NamedTuple):
-    """logits: float32 [n, vocab]. slots: int64 [n], those of the rows' states. Both are on the device."""
+    """logits: float32 [n, vocab]. slots: int64 [n], of the rows' states. Both are on the device."""
 
     logits: Tensor
     slots: Tensor
@@ -45,7 +45,7 @@ class LogitsProcessor:
     def process(
         self, logits: Tensor, rules: NDArray[np.object_], positions: Int64Array, masks: Int32Array | None = None
     ) -> ProcessedLogits:
-        """logits [n, vocab], on the device. rules, positions: [n], of the SampleBatch and its tokens. masks: those of
+        """logits [n, vocab], on the device. rules, positions: [n], of the SampleBatch and its tokens. masks: of
         guided rows, see masks_of()."""
         if rules is not self._rules_before:
             slots = [NO_SLOT if one is None else self._slot(one, logits.shape[1]) for one in rules]

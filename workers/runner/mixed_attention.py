@@ -14,7 +14,7 @@ from tandem.cache.plan.temperature import Temperature
 
 
 class MixedAttention:
-    """A CachedAttention: the first num_rows tokens are those of `steps`, in graph buffers; the others are of `prompts`.
+    """A CachedAttention: the first num_rows tokens belong to `steps`, in graph buffers; the others belong to `prompts`.
 
     Each part has the kernels that suit it. All else in a layer sees one batch, and so reads the weights once. On a GPU
     a layer's two parts run side by side. Reading the KV of rows waits for memory, prompts keep the tensor cores busy.

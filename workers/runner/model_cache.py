@@ -54,7 +54,7 @@ def kv_layout(
 
 
 def _has_like_latents(model: ModelConfig, other: ModelConfig) -> bool:
-    """Whether layers of both keep latents that are alike, and attend alike to all of them."""
+    """Whether layers of both keep like latents, and attend to all of them in the same way."""
     if model.latent is None or other.latent is None:
         return False
     if model.latent.index is not None or other.latent.index is not None:

@@ -173,14 +173,14 @@ class ModelRunner:
         *,
         follows: bool = False,
     ) -> PendingSamples:
-        """The next tokens[i] of each of n sequences: its last token and a draft, int64 [1 + k]. Samples a token after
-        each of them, with the parameters of its sequence.
+        """Computes tokens[i] of each of n sequences: its last token and a draft, int64 [1 + k]. Samples a token after
+        each, with the parameters of its sequence.
 
         positions: int64 [n], of the first token sampled for each sequence, as for sample(). A row with LogitRules has
         no draft. No step is in flight, unless it follows. LateSamples where rows are guided.
 
         follows: the verify step before, of the same sequences, is in a graph, and may not be read yet. The device puts
-        in its own tokens, and positions are as if all drafts of that step held. See next_drafts.
+        in the tokens itself. positions are as if all drafts of that step were accepted. See next_drafts.
         """
         appends = np.array([one.size for one in tokens])
         rows = self._verify_rows
@@ -291,7 +291,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def pooled_prompts(self, prompts: PromptChunks, readings: Sequence[Reading | None]) -> Pooled:
-        """Computes the chunks, eagerly, for what is read of them: see pooled_prompts()."""
+        """Computes the chunks, eagerly, for readings of them: see pooled_prompts()."""
         return pooled_prompts(self._model, self._cache, prompts, readings, self._adapted.begin)
 
     def _ends(self, prompts: PromptChunks) -> tuple[Int64Array, Int64Array]:
@@ -312,8 +312,8 @@ class ModelRunner:
         return GraphSizes(self._graphs is None or bool(chunks), rows, chunks, prompts)
 
     def takes_prompts(self, sequence_ids: Sequence[int], num_sequences: int, num_tokens: int) -> bool:
-        """Whether step_with_prompts() can compute a step of these rows beside so many tokens of prompts, which have no
-        adapters where graphs compute steps."""
+        """Whether step_with_prompts() can compute a step of these rows with so many tokens of prompts. Prompts have
+        no adapters where graphs compute steps."""
         graphs = self._graphs
         if graphs is None:
             return True

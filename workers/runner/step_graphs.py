@@ -29,13 +29,13 @@ class StepGraphs:
         self._sliding = ForwardGraphs(sliding, capture, compute) if sliding else None
 
     def takes(self, rows: int, *, slides: bool) -> bool:
-        """Whether a step of so many rows, of which one slides, is in a graph."""
+        """Whether a step of so many rows is in a graph. slides: one of them slides."""
         return not slides or (self._sliding is not None and rows <= self._sliding.largest)
 
     def choose(
         self, sequence_ids: Sequence[int] | Int64Array, rows: int, *, slides: bool = False
     ) -> tuple[ForwardGraphs, GraphBuffers]:
-        """The graphs, and of them the buffers, for the next step of these sequences."""
+        """Returns the graphs, and their buffers, for the next step of these sequences."""
         if slides and self._sliding is not None:
             return self._sliding, self._sliding.choose(rows)
         if self._sharing is not None and LEAST_TO_SHARE <= rows <= self._sharing.largest:

@@ -1,4 +1,4 @@
-"""The arrays of a step's rows, beside those of the cache: tokens, their sources, tickets and sampling inputs."""
+"""The arrays of a step's rows, in addition to the cache's: tokens, their sources, tickets and sampling inputs."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -44,8 +44,8 @@ def unpack_inputs(inputs: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Sam
 
 
 def pack_sampling(ticket: int, sampling: SampleBatch, positions: Int64Array | None) -> list[Int64Array]:
-    """The last NUM_SAMPLING of these arrays. positions None: the device knows them, and draws the numbers; the seeds
-    stand in their place."""
+    """Returns the last NUM_SAMPLING of the arrays. positions None: the device knows them, and draws the numbers; the
+    seeds stand in their place."""
     tickets = np.full(sampling.size, ticket)
     if sampling.is_greedy:
         return [tickets] + [np.zeros(sampling.size, np.int64)] * (NUM_SAMPLING - 1)

@@ -9,10 +9,11 @@ from tandem.workers.sampling.sample_batch import SampleBatch
 
 
 class VerifyRows:
-    """The T tokens of n sequences, one sequence after another; steps of the same drafts and rows use it again.
+    """The T tokens of n sequences, one sequence after another; steps with equal drafts and rows use it again.
 
     offsets: int64 [T], tokens of the same sequence before each. rows: int64 [T], the sequence of each, 0 … n - 1.
-    sampling: of each token. sources: int64 [T], all ON_HOST; followers: those of a step that follows, see DraftKernels.
+    sampling: of each token. sources: int64 [T], all ON_HOST; followers: the sources of a step that follows, see
+    DraftKernels.
     """
 
     def __init__(self, appends: Int64Array, sampling: SampleBatch) -> None:

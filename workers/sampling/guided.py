@@ -84,8 +84,8 @@ class Grammars:
     """Compiles grammars for one tokenizer, and keeps the latest. Any thread may use it."""
 
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        """folder: that of the checkpoint, whose tokenizer is read when the first grammar comes. vocab_size: the
-        model's, of which the tokenizer may have more ids or fewer."""
+        """folder: of the checkpoint, whose tokenizer is read when the first grammar comes. vocab_size: the model's;
+        the tokenizer may have more ids or fewer."""
         self._folder = folder
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
@@ -181,7 +181,8 @@ class Grammars:
 
 
 def _within(tokenizer: "Tokenizer", vocab_size: int) -> tuple[str, int]:
-    """The tokenizer as JSON, without added tokens that a model with so many ids lacks, and how many ids both have.
+    """Returns the tokenizer as JSON, without added tokens beyond vocab_size, and the number of ids that tokenizer and
+    model share.
 
     llguidance writes text that is certain in the tokens that the tokenizer makes of it. What is left beyond vocab_size
     is of tokenizer.json's own vocabulary; Constraint forbids it.
@@ -195,7 +196,7 @@ def _within(tokenizer: "Tokenizer", vocab_size: int) -> tuple[str, int]:
 
 
 def _schema_of(text: str) -> dict[str, Any]:
-    """true is the schema of anything, false that of nothing. Raises ValueError."""
+    """Reads a schema. true is the schema of anything, false of nothing. Raises ValueError."""
     schema = json.loads(text)
     if isinstance(schema, bool):
         return {} if schema else {"enum": []}

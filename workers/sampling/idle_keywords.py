@@ -20,7 +20,7 @@ DRAFTS = frozenset(
         "http://json-schema.org/draft-04/schema",
     }
 )
-"""Schemas of other drafts are read as those of the newest one."""
+"""Schemas of other drafts are read as schemas of the newest."""
 
 
 def without_idle(schema: Any) -> Any:

@@ -6,7 +6,7 @@
  4. frequency_penalty             logit - penalty · how often the output has the token
  5. presence_penalty              logit - penalty where the output has the token
 
-Temperature and filters come after it. Log-probabilities are those of the raw logits. All is computed in float32.
+Temperature and filters come after it. Log-probabilities are of the raw logits. All is computed in float32.
 
 A row's state on the device is a function of its prompt and its output so far, so a request that is placed again goes on
 with the same state. It has three parts:

@@ -31,8 +31,8 @@ class Pooled(NamedTuple):
 
 
 def pool(hidden: Tensor, readings: Sequence[Reading], logits_of: Callable[[Tensor], Tensor], vocab_size: int) -> Pooled:
-    """hidden: [rows, hidden_size], those of each reading one after another. Sums are in float32, in the order of
-    rows. logits_of: see DenseDecoder.logits."""
+    """Pools hidden states. hidden: [rows, hidden_size], one reading's rows after another's. Sums are in float32, in
+    the order of rows. logits_of: see DenseDecoder.logits."""
     parts = hidden.split([one.end - one.begin for one in readings]) if readings else ()
     summed = [part for part, one in zip(parts, readings, strict=True) if not one.token_ids]
     judged = [part for part, one in zip(parts, readings, strict=True) if one.token_ids]

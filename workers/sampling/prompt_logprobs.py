@@ -34,13 +34,13 @@ Deliver = Callable[[Sequence[PackedLogprobs]], None]
 
 
 class PromptLogprobs:
-    """Gathers those of one prompt, chunk by chunk. Owned by the step thread.
+    """Gathers the log-probabilities of one prompt, chunk by chunk. Owned by the step thread.
 
     Its copies are there once the first token is, which is sampled after them.
     """
 
     def __init__(self, num_top: int, deliver: Deliver) -> None:
-        """deliver: gets those of all tokens but the first, in order."""
+        """deliver: gets the log-probabilities of all tokens but the first, in order."""
         self._deliver = deliver
         self._chunks: list[PackedLogprobs] = []
         self.num_top = num_top

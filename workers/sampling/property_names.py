@@ -10,8 +10,8 @@ BESIDE = frozenset({"properties", "patternProperties", "unevaluatedProperties"})
 
 
 def with_properties(schema: Any) -> Any:
-    """The schema with `properties` for names that are listed, and `patternProperties` for those of a pattern or of a
-    length, as records of zod have them. What is valid by one is valid by the other. RecursionError for deep ones."""
+    """Returns the schema with `properties` for listed names, and `patternProperties` for names of a pattern or a
+    length, as zod's records have them. Both schemas accept the same values. RecursionError for deep schemas."""
     made = copied(schema)
     for one in subschemas(made):
         names = one.get("propertyNames")

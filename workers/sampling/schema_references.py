@@ -22,8 +22,8 @@ class _Place(NamedTuple):
 
 
 def with_pointers(schema: Any, root: str = "#") -> Any:
-    """The schema with a JSON pointer from `root` for each reference to a part of it, whatever the reference was:
-    a pointer from `#` or from an id, an id, or an anchor. Ids and anchors are left out.
+    """Returns the schema with a JSON pointer from `root` for each reference to one of its parts. The reference may be a
+    pointer from `#` or from an id, an id, or an anchor. Ids and anchors are left out.
 
     So it can stand at any place of another schema, whose pointer is root. References to something else stay as they
     are. `$dynamicRef` and `$recursiveRef` lead where `$ref` does, but for schemas with several ids: there they stay.

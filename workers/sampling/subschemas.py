@@ -23,7 +23,7 @@ def children(schema: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def subschemas(schema: Any) -> Iterator[dict[str, Any]]:
-    """All of them, the schema itself first, each before those within it. RecursionError for deep ones."""
+    """Yields all schemas within a schema, itself first, each before its own. RecursionError for deep schemas."""
     if isinstance(schema, dict):
         yield schema
         for _, child in children(schema):

@@ -32,8 +32,8 @@ _Arrival = tuple[int, Prompt]
 class PromptOrder:
     """The prompts of a scheduler, by their turns. Pure: it is told the time.
 
-    Prompts of lower priorities go first, and one that waits rises by a priority each priority_seconds. Of one priority,
-    a prompt's turn is that of its arrival without targets. With them
+    Prompts of lower priorities go first, and a waiting prompt rises by a priority each priority_seconds. Within a
+    priority, prompts without targets go in the order of arrival. With targets
 
     1. prompts that can be in time go first, the earliest deadline before others,
     2. then prompts without a target, as they came,
@@ -43,12 +43,12 @@ class PromptOrder:
     "An n job, one machine sequencing algorithm for minimizing the number of late jobs", 1968). It is asked again as
     prompts come, end and grow. So a short prompt passes a long one between two chunks.
 
-    A plan has at most MOST_PLANNED prompts, those with the earliest deadlines; others count as in time until a plan has
-    them. While there are more, a prompt that one plan makes late has no part in the next one. So a burst is looked
-    through within a few plans, and none of them takes long (docs/decisions/0140).
+    A plan has at most MOST_PLANNED prompts, with the earliest deadlines. Others count as in time until a plan has them.
+    While there are more, a prompt that one plan makes late has no part in the next one. So a few short plans look
+    through a burst (docs/decisions/0140).
 
     Groups 2 and 3 get at least one prompt token in eight, the oldest prompt first. When that share is due, their oldest
-    prompt without room is also the first to be asked for, until it has room. So no prompt starves.
+    prompt without room is also the first to get room. So no prompt starves.
     """
 
     def __init__(self, priority_seconds: float = 30.0) -> None:
@@ -168,7 +168,7 @@ class PromptOrder:
         return (prompt for _, prompt in heapq.merge(undated, self._past, self._late))
 
     def _take_given(self) -> tuple[int, int]:
-        """Tokens that were computed since the last update: all, and those of groups 2 and 3."""
+        """Returns the numbers of tokens computed since the last update: all, and of groups 2 and 3."""
         total = behind = 0
         for prompt, before, timely in self._given:
             total += prompt.computed - before

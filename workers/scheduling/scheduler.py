@@ -15,11 +15,11 @@ LEAST_PROMPT_TOKENS = 1  # of each step with prompts, however many decode rows t
 
 
 class Scheduler:
-    """Prompts by their turns, and a row for each sequence that is decoded. Owned by the step thread. Turns are those of
+    """Prompts by their turns, and a row for each sequence that is decoded. Owned by the step thread. Turns follow
     arrival, unless prompts have priorities or a target for their first token; see PromptOrder.
 
-    A worker's role is what its scheduler is given: prompts, decode rows, or both. Whether a prompt is for a peer or for
-    a row of this worker makes no difference here.
+    A worker's role follows from its scheduler's input: prompts, decode rows, or both. Whether a prompt is for a peer or
+    for a row of this worker makes no difference here.
 
         add() ──► waiting ── admitted() ──► running ── next_batch() ──► chunks, until remove()
         rows.join() ──────────────────────► rows ───── next_batch() ──► decodes, until rows.leave()

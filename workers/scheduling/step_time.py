@@ -27,7 +27,7 @@ NUM_TERMS = len(PRIOR)
 
 
 class StepLoad(NamedTuple):
-    """The work of a device between the tokens of one step and those of the next. Tokens are with padding.
+    """The work of a device between the tokens of one step and of the next. Tokens include padding.
 
     rows: tokens of decode rows. positions: of KV that rows read. joint: prompt tokens in the forward of the rows.
     forwards, apart: forwards of prompts by themselves, and their tokens. pairs: of a prompt token and a position that
@@ -57,8 +57,8 @@ class StepTime:
     """Seconds of a step: a constant for each forward, which reads the weights, and a rate for each of the terms above.
     Pure: it is told times, and reads no clock. Owned by the step thread.
 
-    A least-squares fit of relative errors, with no coefficient below zero. It is of the newest steps of each size of
-    chunk and rows, so a load that does not vary makes it forget no other. What the steps do not tell stays near the
+    A least-squares fit of relative errors, with no coefficient below zero. It uses the newest steps of each size of
+    chunk and rows, so a steady load does not make it forget others. Rates that the steps do not determine stay near the
     prior.
     """
 

@@ -13,8 +13,8 @@ TRUSTED = 2  # times the largest chunk that was measured: the model may be wrong
 
 
 class TokenPace:
-    """Chooses the largest chunk with which a step keeps the bound, by a model of steps that is fitted to them. Pure: it
-    is told times, and reads no clock. Owned by the step thread."""
+    """Chooses the largest chunk with which a step keeps the bound, by a model fitted to measured steps. Pure: it
+    gets times, and reads no clock. Owned by the step thread."""
 
     def __init__(
         self, token_seconds: float | None, most: int, share: float = TOKEN_SHARE, sizes: GraphSizes | None = None
@@ -62,7 +62,7 @@ class TokenPace:
         return self.forward_load(tokens, joint=joint)._replace(pairs=pairs)
 
     def forward_load(self, tokens: int, context: int = 0, *, joint: bool) -> StepLoad:
-        """A forward of the next tokens of a prompt, of which so many are computed."""
+        """Returns the load of a forward of a prompt's next tokens. context: its computed tokens."""
         pairs = _pairs(tokens, context)
         if joint:
             return StepLoad(joint=filled_up(self.sizes.chunks, tokens), pairs=pairs)
@@ -73,8 +73,8 @@ class TokenPace:
         return self.sizes.share(rows) and (not self.sizes.chunks or tokens <= self.sizes.chunks[-1])
 
     def measured(self, seconds: float, load: StepLoad) -> None:
-        """A step's tokens came `seconds` after those of the step before; the device computed `load` between the two.
-        Now and then it takes 100 µs: to be called when the tokens are on their way."""
+        """Notes that a step's tokens came `seconds` after the previous step's, and that the device computed `load`
+        in between. Now and then it takes 100 µs: call it when the tokens are on their way."""
         self._time.measured(seconds, load)
         self._time.fit()
 

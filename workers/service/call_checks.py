@@ -49,8 +49,7 @@ class PromptCheck(NamedTuple):
         return self.of(request.prompt, max_tokens)
 
     def of(self, message: worker_pb2.PromptSpec, max_tokens: int = 1) -> PromptSpec:
-        """max_tokens: output tokens, of which the last is never fed back; those of a sequence that slides may be any
-        number."""
+        """max_tokens: output tokens; the last is never fed back. A sliding sequence may have any number."""
         token_ids = prompt_from_bytes(message.token_ids)
         encoder = self._encoder(message.encoder_tokens)
         sliding = sliding_from_proto(message.sliding) if message.HasField("sliding") else None

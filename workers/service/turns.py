@@ -1,4 +1,4 @@
-"""Long work of which little may go on at a time: clients take turns."""
+"""Clients take turns at long work, a few at a time."""
 
 import asyncio
 from collections import Counter, OrderedDict, deque

@@ -19,7 +19,7 @@ ORDER = "adapter_order"
 class AdapterRows:
     """The adapter of each row of the forward that is launched next. All layers of one model share it.
 
-    Whoever launches a forward says so before; the layers of a decoder leave rows out as they do with x.
+    Set it before launching a forward. The layers of a decoder leave out rows as they do with x.
     """
 
     def __init__(self) -> None:

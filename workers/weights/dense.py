@@ -101,8 +101,8 @@ class DenseProjection(Projection):
         return F.linear(x, self._weights.weight, self._weights.bias)
 
     def in_parts(self, x: Tensor) -> Tensor:
-        """See Projection: PARTS of them on a GPU, where that is faster. Else torch would split such sums too, and add
-        them up in a kernel of its own."""
+        """See Projection. A GPU has PARTS parts where that is faster. Else torch would also split the sum, and add
+        it up in a kernel of its own."""
         weight, bias = self._weights.weight, self._weights.bias
         columns, halves = weight.shape[-1], x.dtype in (torch.bfloat16, torch.float16)
         long = columns >= LEAST_TO_PART and columns % PARTS == 0

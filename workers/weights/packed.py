@@ -90,7 +90,7 @@ class Packed(_Packed, Weight):
 
 
 class InGroups(Projection):
-    """A weight whose columns, and then those of x, are in the order of their groups. It takes a copy."""
+    """A weight whose columns, and so x's columns, are in the order of their groups. It takes a copy."""
 
     def __init__(self, weight: Packed) -> None:
         """weight: with groups of one size, as checkpoints have them; others are multiplied as they are."""

@@ -58,6 +58,6 @@ class PromptSpec:
         return self.sliding is None or len(self) + num_output <= self.sliding.window
 
     def going_on(self, output: Sequence[int], *, whole: bool = False) -> "PromptSpec":
-        """The prompt of the next placement: output tokens become part of it."""
+        """Returns the prompt of the next placement, with the output tokens."""
         token_ids = np.concatenate((self.token_ids, np.array(output, np.int64)))
         return replace(self, token_ids=token_ids, whole=whole, num_output=len(output))

@@ -140,7 +140,7 @@ class MegakernelShape:
         )
 
     def num_words(self, rows: int) -> int:
-        """Words of 32 bits that two layers publish, at most; most of them are pairs of numbers."""
+        """Returns the most words of 32 bits that two layers publish. Most words are pairs of numbers."""
         heads = self.q_heads * self.head_dim
         parts = MAX_SPLITS * self.q_heads * (self.head_dim + STATS)
         published = 2 * self.hidden + 2 * heads + 2 * self.kv_heads * self.head_dim + self.intermediate
@@ -268,7 +268,7 @@ class DecodeMegakernel:
 
 
 class MegakernelLaunch:
-    """The kernel on a GPU: a block on each multiprocessor, all of them at once."""
+    """The kernel on a GPU: a block on each multiprocessor, all at once."""
 
     def __init__(self, cubin: bytes, blocks: int, warps: int) -> None:
         """Loads the kernel for the current device, whose context exists."""

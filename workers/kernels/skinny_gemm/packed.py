@@ -50,7 +50,7 @@ class Tiling:
 
 
 def tilings(dtype: torch.dtype) -> list[Tiling]:
-    """All that there are. Numbers of E2M1 become those of bfloat16 alone."""
+    """Returns all tilings. Numbers of E2M1 become numbers of bfloat16 only."""
     forms = (False, True) if dtype == torch.bfloat16 else (False,)
     return [Tiling(tiles, octets, is_float) for tiles in (1, 2) for octets in OCTETS for is_float in forms]
 

@@ -149,7 +149,7 @@ class StreamedGemm:
 
     @staticmethod
     def chain(gemms: Sequence["StreamedGemm | None"]) -> None:
-        """gemms: all that a layer has. If all of them are streamed, they take a FEW rows too."""
+        """gemms: all of a layer's. If all are streamed, they take a FEW rows too."""
         chained = [one for one in gemms if one is not None]
         if len(chained) == len(gemms):
             for one in chained:

@@ -1,8 +1,8 @@
 """LoRA adapters by Triton: x · Aᵀ of each row's adapter, in parts of the columns, their sum, and · Bᵀ, added to y.
 
-Rows come as they are, in no order of their adapters. A program takes a block of rows and multiplies all of it by a
-slot's matrix; rows of other slots are left out of the result. So a decode step reads each adapter once, whatever its
-rows; a prompt's blocks have one slot, and programs of others end at once.
+Rows come as they are, in no order of their adapters. A program multiplies a whole block of rows by a slot's matrix;
+rows of other slots are left out of the result. So a decode step reads each adapter once, whatever its rows; a prompt's
+blocks have one slot, and programs of others end at once.
 
     x [T, K] ── a[slot] [P·R, K] ──► low [splits, T, P·R] ── Σ ──► [T, P·R] ── b[slot] [N, R] ──► y [T, N] +=
 """

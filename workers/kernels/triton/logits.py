@@ -106,7 +106,7 @@ def _store(logits, token, here, bias, seen, allowed, record, processed):
 
 @triton.jit
 def _mask(tokens, first, processed, BLOCK: tl.constexpr):
-    """-inf for those of `tokens` that the block has."""
+    """Puts -inf in place of those `tokens` that the block has."""
     here = (tokens >= first) & (tokens < first + BLOCK)
     tl.store(processed + tokens, float("-inf"), mask=here)
 

@@ -1,10 +1,10 @@
 """Sampling of tokens in one kernel, without a sort: thresholds are found by narrowing an interval.
 
 Top_k and top_p keep the tokens from some logit on: the largest logit at which a sum over the tokens below is small
-enough. Floats are ordered as the integers that their bits make. Each pass over a row cuts an interval of these to a
+enough. Floats are ordered as the integers that their bits make. Each pass over a row cuts an interval of integers to a
 quarter. The search ends early when a single token is left in the interval.
 
-The passes are short where few tokens matter, for these are gathered first:
+The passes are short where few tokens matter, because these are gathered first:
 - top_k: the first pass finds each lane's best token. The k-th best of these is at most the k-th best of all. The tokens
   from there on are gathered, a few hundred, and the rest is ignored.
 - top_p: tokens less likely than the dropped mass, divided by the vocabulary, are dropped. A few passes then quarter the
@@ -27,7 +27,7 @@ def sample_tokens(
     pitch, half_size, vocab, greedy_below, parts, MIN_KEY: tl.constexpr, TOKEN_BITS: tl.constexpr,
     NOT_FINITE: tl.constexpr, BLOCK: tl.constexpr, SAMPLE_BLOCK: tl.constexpr
 ):  # fmt: skip
-    """`parts` programs a row: each brings its best token, and the last one posts the best of these."""
+    """`parts` programs a row: each finds its best token, and the last program posts the best of all."""
     row, part = tl.program_id(0), tl.program_id(1)
     logits += row.to(tl.int64) * pitch
     ticket = tl.load(tickets + row)
@@ -159,7 +159,7 @@ def _load(row, begin, vocab, cold, BLOCK: tl.constexpr):
 
 @triton.jit
 def _load_blocks(row, begin, vocab, cold, BLOCK: tl.constexpr):
-    """[BLOCKS, BLOCK] of them: a program waits for several loads at once."""
+    """Loads [BLOCKS, BLOCK] logits: a program waits for several loads at once."""
     token = begin + tl.arange(0, BLOCKS)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     logits = tl.load(row + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
     return logits * cold
@@ -189,7 +189,7 @@ def _row_sum(row, vocab, cold, best, least, low, BLOCK: tl.constexpr):
 
 @triton.jit
 def _sums(row, vocab, cold, best, least, low, middle, BLOCK: tl.constexpr):
-    """Weights from the order `low` on, and of these what is below `middle`."""
+    """Returns the sum of weights from the order `low` on, and the part below `middle`."""
     sums, below = tl.zeros((BLOCK,), tl.float64), tl.zeros((BLOCK,), tl.float64)
     for begin in range(0, vocab, BLOCKS * BLOCK):
         scaled = _load_blocks(row, begin, vocab, cold, BLOCK)

@@ -50,7 +50,7 @@ class _Sizes(NamedTuple):
 
 
 def check_adaptable(config: ModelConfig, num_slots: int) -> None:
-    """UnsupportedFeature for slots of a model whose layers are not those of the shared decoder."""
+    """Raises UnsupportedFeature for slots of a model whose layers are not the shared decoder's."""
     if num_slots and (config.compressed is not None or config.hyper is not None or config.encoder is not None):
         raise UnsupportedFeature(
             f"adapters.max_resident is {num_slots}; for {config.architecture} it must be 0: no adapter can change it"

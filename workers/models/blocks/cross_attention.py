@@ -14,7 +14,7 @@ class CrossAttention:
     """before, behind: the weights of its norms, [H]. o: the projection behind it."""
 
     def __init__(self, config: ModelConfig, index: int, parameters: CrossParameters, ranks: Ranks) -> None:
-        """index: of its layer. K and V of the encoder are kept as those of layer num_layers + index."""
+        """index: of its layer. The encoder's K and V are kept as layer num_layers + index."""
         self._layer = config.num_layers + index
         self._counts, self._head_dim = (config.num_heads, config.num_kv_heads), config.head_dim
         self._padding = config.stored_head_dim(config.head_dim) - config.head_dim

@@ -50,7 +50,7 @@ class CompressedConfig:
         return tuple(layer for layer, kind in enumerate(self.kinds) if kind in kinds)
 
     def input_width(self, layer: int, head_dim: int) -> int:
-        """Numbers of a position of which entries, and index keys, are made."""
+        """Returns the numbers of a position from which entries, and index keys, are made."""
         return 2 * (head_dim + self.index.head_dim) if self.chooses(layer) else head_dim
 
 

@@ -39,7 +39,7 @@ class DraftSteps:
         return logits if logits.shape[1] == self._vocab else logits[:, : self._vocab].contiguous()
 
     def store(self, token_ids: Tensor, cached: CachedAttention) -> None:
-        """Computes what the drafter's layers keep of these tokens."""
+        """Computes what the drafter's layers keep for these tokens."""
         self.forward(token_ids, cached, self._no_rows)
 
 

@@ -11,7 +11,7 @@ from tandem.workers.models.registry import load_config
 
 
 def load_drafter_config(speculation: SpeculationSettings, target: ModelConfig) -> ModelConfig | None:
-    """The drafter whose layers stand after those of `target`; None where drafts come from elsewhere.
+    """Reads the drafter whose layers stand after the layers of `target`; None where drafts come from elsewhere.
 
     It computes in the target's dtype. Raises ModelError.
     """

@@ -29,7 +29,7 @@ UNUSED = ("t2d",)  # which of the target's tokens have an id of their own: d2t s
 
 
 def eagle3_config(folder: Path, target: ModelConfig) -> ModelConfig:
-    """Reads the configuration of the head's layer. Its vocab_size is that of the drafts. Raises ModelError."""
+    """Reads the configuration of the head's layer. Its vocab_size is the drafts'. Raises ModelError."""
     fields = Fields.from_file(folder / "config.json")
     architecture = next(iter(fields.raw("architectures") or ()), None)
     if architecture not in ARCHITECTURES:

@@ -26,8 +26,8 @@ class DraftHead(Protocol):
         ...
 
     def __call__(self, hidden: Tensor, next_ids: Tensor, cached: CachedAttention) -> Tensor:
-        """[T, H], of the same kind as `hidden`, which may be overwritten. next_ids: int64 [T], the tokens that follow
-        those of the positions."""
+        """Returns [T, H], of the same kind as `hidden`, which may be overwritten. next_ids: int64 [T], the token
+        that follows each position's."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -52,7 +52,7 @@ def read_gemma3(fields: Fields) -> ModelConfig:
 def _read_both(
     fields: Fields, *, full_every: int, rope: Callable[[Fields, int], RopeParameters] = read_rope
 ) -> ModelConfig:
-    """full_every: of which number of layers the last has no window, if layer_types is absent. rope: see
+    """full_every: the last of so many layers has no window, if layer_types is absent. rope: see
     read_dense_config. A norm's weight is stored less 1, and multiplies in float32."""
     if fields.boolean("use_bidirectional_attention", False):
         raise UnsupportedFeature(

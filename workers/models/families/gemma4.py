@@ -1,7 +1,7 @@
-"""Gemma 4, text: as Gemma 3, with other heads in layers that see all, layers that read the K and V of others, an input
-for each layer, and in some sizes experts beside the dense feed-forward.
+"""Gemma 4, text: Gemma 3 with other heads in layers that see all, layers that read the K and V of others, an input for
+each layer, and in some sizes experts next to the dense feed-forward.
 
-Of Gemma4ForConditionalGeneration the text decoder is served: its weights for images and sound are not read.
+Gemma4ForConditionalGeneration is served by its text decoder: its weights for images and sound are not read.
 """
 
 import dataclasses

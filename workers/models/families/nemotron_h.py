@@ -1,9 +1,9 @@
 """Nemotron-H and Nemotron Nano: a layer is one block, which is Mamba-2, attention without RoPE, or a feed-forward with
 squared ReLU. That is dense, or shared and routed experts, which are chosen as DeepSeek-V3's (Nemotron 3). The routed
-ones may stand between two maps to and from fewer numbers (Nemotron 3 Super).
+experts may stand between two maps to and from fewer numbers (Nemotron 3 Super).
 
-Steps of time are not limited, as in the published code. transformers raises those of prompts to time_step_min, but not
-those of single tokens: with trained weights the two may differ there. Layers for multi-token prediction are not read.
+Steps of time are not limited, as in the published code. transformers raises prompts' steps to time_step_min, but not
+single tokens': with trained weights the two may differ there. Layers for multi-token prediction are not read.
 """
 
 import dataclasses

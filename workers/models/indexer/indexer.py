@@ -15,7 +15,7 @@ class Indexer:
     """Index q of what q's first map gives; one key and a weight for each head of the hidden state."""
 
     def __init__(self, config: IndexConfig, rotated: int, parameters: IndexParameters) -> None:
-        """Puts rows in order, in `parameters`: those of rotated numbers last, and halves first where neighbours are
+        """Puts rows in order, in `parameters`: rows of rotated numbers last, and halves first where neighbours are
         rotated."""
         self._config = config
         self._parts = (config.head_dim - rotated, rotated)

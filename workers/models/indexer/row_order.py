@@ -7,7 +7,7 @@ from torch import Tensor
 def halves_first(rows: Tensor) -> None:
     """Rows 0, 1, 2, 3, … of each block become 0, 2, …, 1, 3, …; rows: [blocks, n, …], in place.
 
-    The rotation of neighbours then is that of halves.
+    Then halves are rotated in place of neighbours.
     """
     rows.copy_(torch.cat((rows[:, 0::2], rows[:, 1::2]), 1))
 

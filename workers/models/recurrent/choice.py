@@ -16,7 +16,7 @@ from tandem.workers.ranks.ranks import Ranks
 def prepare_recurrent(
     config: RecurrentConfig, eps: float, parameters: RecurrentParameters, ranks: Ranks
 ) -> GatedDeltaNet | KimiDeltaAttention | Mamba2:
-    """eps: of its norm. parameters: those that allocate_recurrent made of the config. ranks: those of its shard."""
+    """eps: of its norm. parameters: made by allocate_recurrent from the config. ranks: of its shard."""
     if isinstance(config, Mamba2Config) and isinstance(parameters, Mamba2Parameters):
         return Mamba2(config, eps, parameters, ranks)
     if isinstance(config, KdaConfig) and isinstance(parameters, KdaParameters):

@@ -12,7 +12,7 @@ from tandem.workers.weights.weight import Weight, split_weights
 
 @dataclass(frozen=True, slots=True)
 class RecurrentParameters:
-    """Hv heads, each of which reads Dv numbers from its state; C channels of the convolution."""
+    """Hv heads each read Dv numbers from their states; C channels of the convolution."""
 
     inputs: Weight  # the first product, of H columns
     conv: Tensor  # [C, 1, taps]

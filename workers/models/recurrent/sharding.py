@@ -14,7 +14,7 @@ BY_KEY_HEAD = ("in_proj_qkvz", "in_proj_ba")
 
 
 def slices_of_state(config: RecurrentConfig, shard: Shard, name: str, weight: Tensor) -> list[Slice] | None:
-    """The slices of the stored tensor `name` that fill `weight`, which the shard holds of it. None: the ranks do not
+    """Returns the slices of the stored tensor `name` that fill `weight`, the shard's part. None: the ranks do not
     divide its rows. config: of the shard."""
     _, _, tensor = name.partition(f".{config.block}.")
     of = tensor.split(".")[0]

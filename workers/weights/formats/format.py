@@ -46,9 +46,9 @@ class Format:
     """The weights among the tensors, by the names that they have in `allocator`'s weights, and the names of the tensors
     that they are made of. Raises InvalidWeights."""
     form: Callable[[Sequence[StoredWeight], int], Form] = lambda parts, columns: DENSE
-    """(the weights that fill a matrix, of its format or of another; its columns, of which each weight may have more
-    where ranks divide them) -> the form in which memory holds it. DENSE: reading dequantizes. Raises InvalidWeights
-    where ranks would divide what belongs together."""
+    """(the weights that fill a matrix, of its format or of another; its columns; each weight may have more, where
+    ranks divide them) -> the form in which memory holds the matrix. DENSE: reading dequantizes. Raises
+    InvalidWeights where ranks would divide what belongs together."""
     dummy: Callable[[Quantization], Form] = lambda quantization: DENSE
     """The form of random weights."""
 

@@ -1,7 +1,7 @@
 """Matrices in 4 bits: X.weight I8 [R, C / 2], and X.scale F8_E8M0 [R, C / 32].
 
-As DeepSeek-V4 has experts beside weights in 8 bits. A byte holds two numbers, of which the low bits are the first. 32
-numbers of a row share an exponent of two, stored plus 127.
+DeepSeek-V4 has its experts in this form, and other weights in 8 bits. A byte holds two numbers, the first in its low
+bits. 32 numbers of a row share an exponent of two, stored plus 127.
 """
 
 from collections.abc import Mapping

@@ -72,11 +72,11 @@ class Fp8Weight:
         return self.shape[1]
 
     def numbers(self, first: int, count: int) -> Tensor:
-        """float32 [count, C]: those of rows, not scaled yet."""
+        """Returns the numbers of rows, not scaled yet, float32 [count, C]."""
         return VALUES.index_select(0, self.stored_rows(first, count).int()).view(count, -1)
 
     def scales_of(self, first: int, count: int) -> Tensor:
-        """float32 [count, blocks side by side]: those of rows."""
+        """Returns the scales of rows, float32 [count, blocks side by side]."""
         stored = self.scales.file.tensors[self.scales.name]
         dtype, blocks = SCALE_DTYPES[stored.dtype_name], (first + torch.arange(count)) // self.block[0]
         row, row_bytes = first // self.block[0], self.grid[1] * dtype.itemsize
@@ -174,7 +174,7 @@ class Fp8ScalesPart:
 
 @dataclass(frozen=True, eq=False)
 class Fp8Part:
-    """Consecutive rows, or some columns of them."""
+    """Consecutive rows, or some of their columns."""
 
     weight: Fp8Weight
     first: int  # of the rows

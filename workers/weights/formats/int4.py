@@ -96,7 +96,7 @@ Weight = TypeVar("Weight", bound=Int4Weight)
 
 @dataclass(frozen=True, eq=False)
 class Int4Tensor:
-    """The matrix, or one of the tensors that memory keeps of it."""
+    """The matrix, or one of the tensors that memory keeps for it."""
 
     weight: Int4Weight
     kind: str  # `weight`, or see Packed.tensors
@@ -229,8 +229,8 @@ def _check(weight: Int4Weight, stored: Mapping[str, Plain]) -> None:
 
 
 def int4_form(parts: Sequence[StoredWeight], columns: int) -> Form:
-    """Packed where all parts have groups of one size, and those of an expert the same ones. Else reading dequantizes
-    them."""
+    """Returns the packed form where all parts have groups of one size, and an expert's parts have equal groups. Else
+    reading dequantizes them."""
     stored = [part for part in parts if isinstance(part, Int4Weight)]
     if len(stored) < len(parts) or len({(part.group, part.zeros is None) for part in stored}) != 1:
         return DENSE

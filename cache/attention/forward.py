@@ -181,8 +181,7 @@ class Attention:
     def attend_latents(
         self, layer: int, q: Tensor, latents: Tensor, keys: Tensor, up: UpProjections, choice: Index | None = None
     ) -> Tensor:
-        """Attends like attend(), in a layer that keeps latents (tandem.cache.plan.latent). Returns o [T, num_heads,
-        value_dim].
+        """o [T, num_heads, value_dim]: attends like attend(), in a layer with latents (tandem.cache.plan.latent).
 
         q [T, num_heads, key_dim + rotated] and keys [T, rotated] are not rotated yet; with latents [T, rank]
         they may be overwritten. Chooses for each sequence whether to absorb `up` or to expand what is stored.
@@ -203,8 +202,7 @@ class Attention:
     def attend_shared(
         self, layer: int, q: Tensor, kv: Tensor, sinks: Tensor, compression: Compression | None = None
     ) -> Tensor:
-        """Attends like attend(), in a layer whose K and V are the same numbers of one head. Returns o [T, num_heads,
-        head_dim].
+        """o [T, num_heads, head_dim]: attends like attend(), in a layer whose K and V are one plane of one head.
 
         q [T, num_heads, head_dim] and kv [T, 1, head_dim] are not rotated; sinks are as for attend(). RoPE rotates the
         last numbers of a head, neighbours as one pair, and o is rotated back.
@@ -249,8 +247,7 @@ class Attention:
         return self.by_token.attend(of, group, (index, inputs, entries, keys), x, compression)
 
     def _choose(self, layer: int, choice: Index | None) -> Tensor | None:
-        """Returns the positions that a layer's queries attend to, see Latents. A layer without index keys takes the
-        positions of the layer before it."""
+        """The positions for a layer's queries, see Latents. Without index keys it takes the previous layer's."""
         if choice is None and layer in self.layers.index_keys:
             raise InvalidArgument(f"choice is None; layer {layer} has index keys, by which its queries must choose")
         if choice is not None and layer not in self.layers.index_keys:

@@ -12,13 +12,13 @@ from tandem.cache.plan.token_tree import TokenTrees
 
 @dataclass(frozen=True, eq=False)
 class TreeContexts:
-    """Of N trees with n new nodes; positions count among those that the tables hold of a sequence. int64 [N] each:
+    """The contexts of N trees with n new nodes. Positions count within the sequence's tables. int64 [N] each:
 
             firsts                commons             bases
         ────┤ seen by some nodes  ├ seen by all nodes ├ the tree
 
-    commons are bases, or where a page begins. edges: int32 [n], how many positions from firsts on, of those up to
-    commons, a node does not see.
+    commons are bases, or where a page begins. edges: int32 [n], how many positions between firsts and commons a node
+    does not see, from firsts on.
     """
 
     firsts: Int64Array

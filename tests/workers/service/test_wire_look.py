@@ -87,7 +87,7 @@ def forgets(kind: Any, where: str) -> bool:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_finds_what_the_parser_would(seed: int) -> None:
-    """Of messages that parse, the look refuses all with unknown fields, and nothing else."""
+    """The look refuses all messages that parse with unknown fields, and nothing else."""
     rng = random.Random(seed)
     outcomes = set()
     for _ in range(200):

@@ -119,7 +119,7 @@ class SharedOracle:
         return [self._entry(tuple(text[max(first - before, 0) : first + every]), first, kind) for first in firsts]
 
     def _make_entry(self, ids: tuple[int, ...], first: int, kind: int) -> Array:
-        """ids: of the positions that it is made of, of which the last `every` are its own."""
+        """ids: of the positions from which the entry is made. The last `every` are its own."""
         sizes, given = self._sizes, self.given
         assert sizes is not None
         assert given is not None

@@ -53,8 +53,7 @@ def check_kv(
     positions: NDArray[np.int64],
     rotated: int,
 ) -> None:
-    """begins: of each group. positions: by which K is rotated of the first `rotated` positions; that of others is
-    not."""
+    """begins: of each group. positions: by which K of the first `rotated` positions is rotated; K of others is not."""
     for layer, (group, index) in side.cache._layers.places.items():
         begin = begins[group]
         wanted, turned = np.array(ids[begin:end], np.int64), max(min(rotated, end) - begin, 0)

@@ -78,7 +78,7 @@ class Known:
         return ids[::-1]
 
     def slide(self, append: int, *, receive: bool = False) -> None:
-        """`append` positions more of a stream, none of which is in ids yet."""
+        """Slides a stream by `append` positions, none of which is in ids yet."""
         assert self.stream is not None
         window, sink, after, _ = self.stream
         excess = len(self.kept) + (append if receive or not after else 0) - window
@@ -130,7 +130,7 @@ class Transfer:
 
 @dataclass
 class Side:
-    """One cache, and what a caller of it knows. batch: of the last forward; stepped: it was a step."""
+    """One cache, and its caller's knowledge. batch: of the last forward; stepped: it was a step."""
 
     cache: TvmCache
     known: dict[int, Known] = field(default_factory=dict)

@@ -1,4 +1,5 @@
-"""Copies that are made as late as they may be, on a CPU: whoever does not wait for them finds or leaves wrong pages."""
+"""Copies that are made as late as they may be, on a CPU: a reader or writer that does not wait finds or leaves wrong
+pages."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -82,8 +83,8 @@ class LateLanes:
 
 
 def keep_late(cache: PagedKVCache, slots: Sequence[int], seed: int | None, *, verify: bool = False) -> HostStore:
-    """A store below a cache, whose copies are late. Pages come up in a stage for each two layers. seed: of those that
-    are made early; None: none is."""
+    """A store below a cache, whose copies are late. Pages come up in a stage for each two layers. seed: chooses the
+    copies that are made early; None: none is."""
     pools = [group.site.pool for group in cache._groups]
     layers = [group.layers for group in cache.layout.groups]
     make = partial(LateLanes, random=None if seed is None else Random(seed))
@@ -94,7 +95,7 @@ def keep_late(cache: PagedKVCache, slots: Sequence[int], seed: int | None, *, ve
 
 
 def await_copies(cache: PagedKVCache) -> None:
-    """Whoever is about to let a peer write does so."""
+    """Waits for copies, as a caller does before it lets a peer write."""
     past = cache.copies_past()
     if past is not None:
         assert not past()

@@ -159,7 +159,7 @@ def cache_of(
 @dataclass
 class Inputs:
     """The q, k and v of some tokens in each layer, not rotated. Where latents are kept, k is the entry and v the
-    latents. Those of a reader mean nothing."""
+    latents. A reader's k and v mean nothing."""
 
     layers: list[tuple[Tensor, Tensor, Tensor]]
 
@@ -355,7 +355,7 @@ def attend(
     positions: Tensor | None = None,
 ) -> Tensor:
     """Attention with all scores at once: q [n, q heads, D] belong to the last n of N keys and values [N, kv heads, D].
-    Not causal: they see all of these. positions: int64 [N], of keys in the text, by which the span goes; None: 0, 1, ….
+    Not causal: they see all keys. positions: int64 [N], of keys in the text, by which the span goes; None: 0, 1, ….
     """
     group, length, count = q.shape[1] // keys.shape[1], keys.shape[0], q.shape[0]
     scores = torch.einsum("qhd,khd->hqk", q, keys.repeat_interleave(group, 1))

@@ -31,7 +31,7 @@ NO_TREE = "has an open token tree"
 
 class Program:
     def __init__(self, seed: int, setting: Setting, oracle: Oracle) -> None:
-        """oracle: that of the setting."""
+        """oracle: the setting's."""
         self.random, self.spot_checks = Random(seed), Random(seed)
         self.stream = self.random.choice(STREAMS)
         self.setting, self.layout = setting, setting.layout

@@ -155,7 +155,7 @@ class TableBuffers(GroupBuffers):
         return self.kernels.plan(tokens, own)
 
     def _whole(self, own: PageTables, shared: SharedPrefixes) -> PageTables:
-        """Tables of all pages of each sequence, out of its own ones and those of segments, level by level."""
+        """Makes tables of all pages of each sequence from its own pages and its segments', level by level."""
         pages = [own.kv_indices[begin:end].tolist() for begin, end in pairwise(own.kv_indptr)]
         covered: list[list[int]] = [[] for _ in pages]
         for members, of in zip(pairwise(shared.qo_indptr), pairwise(shared.kv_indptr), strict=True):

@@ -35,7 +35,7 @@ class RankPe:
         torch.cuda.set_device(gpu_of(pe))
 
     def open(self, config: TransportConfig) -> tuple[bytes, bytes]:
-        """The handle of the transport and, of rank 0, that of the words in the host's memory."""
+        """Returns the transport's handle and, on rank 0, the handle of the words in the host's memory."""
         from tandem.transfer.nvshmem.transport import NvshmemTransport
 
         self._size, self._words = config.num_pes, b""

@@ -62,8 +62,8 @@ def test_half_precision_logits_are_as_near_to_float32_as_those_of_transformers(
 ) -> None:
     """FlashInfer's chunks and decodes, mixed, along given tokens.
 
-    Medians over tokens: where rounding flips a choice of experts it moves one token far, whoever has rounded. Where it
-    flips choices of positions, too, that happens to most tokens: compared is the tenth that it moves least.
+    Compares medians over tokens, because a rounding that flips a choice of experts moves a token far. If it also flips
+    choices of positions, that happens to most tokens. Then the tenth that moves least is compared.
     """
     make_model(family, **sizes_on_gpu(family)).save_pretrained(tmp_path)
     given = {sequence: random_prompt(100, seed=sequence) for sequence in PROMPTS}

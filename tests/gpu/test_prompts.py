@@ -111,7 +111,7 @@ def test_nothing_is_collected_within_a_capture() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_drafts_are_verified_in_graphs(case: str, tmp_path: Path) -> None:
-    """Drafts of unlike lengths beside rows without: logits as those of the eager path, and K and V."""
+    """Drafts have unlike lengths, and some rows have none. Logits, K and V equal the eager path's."""
     family, dtype, sizes = CASES[case]
     make_model(family, **sizes).save_pretrained(tmp_path)
     both = pair(tmp_path, dtype)

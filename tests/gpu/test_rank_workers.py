@@ -93,8 +93,8 @@ def test_drafts_and_joint_steps_in_graphs(processes: list[PeProcess], tmp_path: 
 def test_each_rank_has_its_heads_of_the_states(
     prefill: int, decode: int, verify: bool, processes: list[PeProcess], tmp_path: Path
 ) -> None:
-    """Prefixes that end at snapshots, and drafts in graphs, of which few hold. verify: digests of what is pushed, which
-    all ranks add up, are compared. With tied embeddings a small model repeats itself."""
+    """Prefixes end at snapshots, and few drafts in graphs are accepted. verify: digests of pushed KV, which all
+    ranks add up, are compared. With tied embeddings a small model repeats itself."""
     make_model("qwen3_next", tie_word_embeddings=True).save_pretrained(tmp_path)
     oracle, longest = load_oracle(tmp_path, device="cuda"), PROMPTS[-1]
     prompts = [*PROMPTS, longest[:100] + PROMPTS[2], longest]

@@ -1,5 +1,5 @@
 """States of recurrent layers on a GPU: kernels in Qwen3-Next's sizes, in a CUDA graph, and models cut at borders of
-chunks. Workers with such models are among those of test_families."""
+chunks. test_families has workers with such models."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -68,7 +68,7 @@ class Both:
     def lay_out(
         self, counts: dict[int, int], snapshots: Mapping[int, int] = MappingProxyType({})
     ) -> tuple[TokenLayout, PageTables]:
-        """snapshots: of which sequences one stands after so many of the new tokens."""
+        """snapshots: for a sequence the number of new tokens after which it leaves one."""
         rows = np.array(list(counts))
         tokens = lay_out_tokens(self.lengths[rows], np.array(list(counts.values())))
         self.lengths[rows] += list(counts.values())
@@ -109,7 +109,7 @@ class Both:
         return [self.reference.run(plan, layer, x) for layer, x in enumerate(exact, first)]
 
     def check(self, found: Tensor, expected: Tensor) -> None:
-        """Relative to the largest number: bounds are those of products of the dtype."""
+        """Compares relative to the largest number, with the bounds of products of the dtype."""
         bound = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}[self.dtype]
         assert float((found.cpu().double() - expected.double()).abs().max()) <= bound * float(expected.abs().max())
 
@@ -175,8 +175,8 @@ def test_a_graph_computes_steps_of_any_rows(shape: StateShape, dtype: torch.dtyp
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 @torch.inference_mode()
 def test_a_graph_computes_verify_steps_that_are_taken_back(shape: StateShape, dtype: torch.dtype) -> None:
-    """All layers of up to six tokens of each of four sequences, of which any number holds. The first leaves snapshots,
-    and in every other step the last one has no part."""
+    """Computes all layers for up to six tokens of each of four sequences. Any number of drafts is accepted. The
+    first sequence leaves snapshots, and the last takes part in every other step only."""
     both, sequences = Both(shape, dtype), 4
     tokens, tables = both.lay_out({row: 3 + row for row in range(sequences)})
     layers = [both.draw(int(tokens.qo_indptr[-1]), 99 + layer) for layer in range(LAYERS)]

@@ -79,7 +79,7 @@ def test_products_are_as_exact_as_those_of_torch(rows: int, dtype: torch.dtype) 
 
 @pytest.mark.parametrize("rows", [16, 32])
 def test_a_chain_in_a_graph_repeats_itself(rows: int) -> None:
-    """Each product starts while the one before runs: whoever read too early would read other numbers."""
+    """Each product starts while the previous one runs. A product that read too early would read other numbers."""
     kernels, dtype = resident_gemms(torch.bfloat16), torch.bfloat16
     norm = RmsNorm(torch.ones(HIDDEN, device="cuda", dtype=dtype), 1e-6)
     layers = [(weight_of(2 * INTERMEDIATE, HIDDEN, dtype), weight_of(HIDDEN, INTERMEDIATE, dtype)) for _ in range(6)]

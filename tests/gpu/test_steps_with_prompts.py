@@ -94,8 +94,8 @@ class Joint:
 
 
 def test_the_two_attentions_of_a_layer_do_not_race(tmp_path: Path) -> None:
-    """Each replay gives the same bits, whatever else the device does at the time. They are about those of two graphs,
-    one after the other."""
+    """Each replay gives the same bits, whatever else the device does at the time. They are close to the results of
+    two graphs, one after the other."""
     make_model("qwen3", **DEEP).save_pretrained(tmp_path)
     joint, noise = Joint(tmp_path), torch.cuda.Stream()
     tokens, best, logits = joint.launch(together=True)

@@ -54,7 +54,7 @@ def error(actual: Tensor, exact: Tensor) -> float:
 
 
 class NoPages(WithoutPages):
-    """Its output is a tensor of its own, as that of kernels is."""
+    """Its output is a tensor of its own, as kernels' is."""
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, norm: HeadNorm | None
@@ -79,7 +79,7 @@ def test_products_are_as_exact_as_those_of_torch(shape: tuple[int, int], dtype: 
 
 @pytest.mark.parametrize("rows", [16, 32, 64])
 def test_a_chain_in_a_graph_repeats_itself(rows: int) -> None:
-    """Each product starts while the one before runs: whoever read too early would read other numbers."""
+    """Each product starts while the previous one runs. A product that read too early would read other numbers."""
     ups = [random_weight(2 * INNER, HIDDEN) for _ in range(4)]
     downs = [random_weight(HIDDEN, INNER) for _ in range(4)]
     chain: list[StreamedGemm] = []

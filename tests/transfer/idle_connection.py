@@ -1,7 +1,7 @@
-"""One end of a connection between PEs, in a process of its own: says what becomes of it while nothing is sent.
+"""One end of a connection between PEs, in a process of its own: reports what happens to it while nothing is sent.
 
 argv: silent_seconds, then the other end's host and port, or only the host to listen on. Prints the port that it listens
-on, and "connected". For each line of standard input it sends a byte and awaits one, then it prints what came of that.
+on, and "connected". For each line of standard input it sends a byte and awaits one, then it prints the result.
 """
 
 import socket

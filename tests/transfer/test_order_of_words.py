@@ -1,4 +1,4 @@
-"""The two words of a mailbox row in shared memory, at each moment between the steps of whoever writes or reads them.
+"""The two words of a mailbox row in shared memory, at each moment between the steps of their writer or reader.
 
 Other processes look whenever they like. Here the other side acts between any two bytecodes of the one under test, so
 that no order of two accesses goes unseen.

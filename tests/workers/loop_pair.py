@@ -75,8 +75,8 @@ class Collected(TokenFanout):
 
 
 class CountedWrites(PageWriter):
-    """Passes everything on; bytes_written counts what was issued, landed or not, tokens_written what of it went with
-    forwards. For layouts of one group."""
+    """Passes everything on; bytes_written counts issued bytes, landed or not. tokens_written counts tokens that went
+    with forwards. For layouts of one group."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -246,7 +246,7 @@ class LoopPair:
         num_tokens: int = 4,
         params: SamplingParams | None = None,
     ) -> list[int]:
-        """All tokens of a request that is reserved. params: in place of those of params()."""
+        """Returns all tokens of a request that is reserved. params: in place of params()."""
         params = params or self.params(num_tokens)
         future = self.prefill.submit(request_id, spec_of(prompt), params, reservation)
         self.start(request_id, reservation, num_tokens, params)

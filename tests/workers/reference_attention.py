@@ -122,7 +122,7 @@ class ReferenceAttention:
         return torch.cat(outputs)
 
     def read(self, layer: int, q: Tensor, sinks: Tensor | None, norm: HeadNorm | None) -> Tensor:
-        """K and V of none are added to those of the layer that is read."""
+        """Attends to K and V of the layer that is read, and adds none."""
         none = q.new_empty((q.shape[0], 0, q.shape[2]))
         q = q if norm is None else norm.apply_to_queries(q)
         return self._attend_all(layer, q, none, none, sinks)

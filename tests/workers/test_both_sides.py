@@ -1,4 +1,4 @@
-"""Two workers, each of which computes prompts for the other and for itself, and decodes, all at the same time."""
+"""Two workers. Each computes prompts for the other and for itself, and decodes, all at the same time."""
 
 import random
 from collections.abc import Callable

@@ -42,8 +42,8 @@ class FileShape:
 
     @classmethod
     def within(cls, page_bytes: int, num_bytes: int) -> "FileShape":
-        """Uses as many files of FILE_BYTES as num_bytes hold; else one smaller file, which may have no slot. So a larger
-        bound leaves the files that are there."""
+        """Uses as many files of FILE_BYTES as num_bytes hold; else one smaller file, which may have no slot. So a
+        larger bound leaves the files that are there."""
         whole = cls(page_bytes, max(cls._slots(page_bytes, FILE_BYTES), 1), 1)
         count = num_bytes // whole.file_bytes
         return replace(whole, count=count) if count else cls(page_bytes, cls._slots(page_bytes, num_bytes), 1)

@@ -13,7 +13,7 @@ ROWS, LENGTHS = np.array([0, 2, 1]), np.array([11, 9, 10], np.int32)
 
 @pytest.fixture
 def table() -> GroupTable:
-    """Rows 0 and 1 share pages 7 and 8, row 2 the first of these."""
+    """Rows 0 and 1 share pages 7 and 8, and row 2 also has page 7."""
     table = GroupTable(3, 4, Paging(1, 4))
     table.pages[:, :3] = [[7, 8, 1], [7, 8, 2], [7, 3, 4]]
     return table

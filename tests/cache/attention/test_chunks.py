@@ -87,7 +87,7 @@ def test_a_prefix_is_found_in_the_chunk_that_it_ends_in(length: int) -> None:
 
 
 def test_nothing_is_found_that_was_never_there() -> None:
-    """A query after a border needs no page, and would find that of any tokens."""
+    """A query after a border needs no page, and would find a page of any tokens."""
     cache = cache_of(CHUNKED)
     cache.add_sequence(0)
     assert cache.match_prefix(0, list(range(30))) == 0

@@ -138,7 +138,7 @@ def test_a_chain_of_steps_equals_plain_forwards() -> None:
 
 @pytest.mark.parametrize("spans", [(ALL, ALL), (Window(6), ALL), (Window(2), Chunk(8))], ids=["all", "window", "chunk"])
 def test_verify_steps_equal_those_of_plain_forwards(spans: tuple[Span, Span]) -> None:
-    """New tokens of a sequence are rows of their own, of which some are taken back."""
+    """New tokens of a sequence are rows of their own. Some are taken back."""
     fixed, plain = (make_cache(layout=spanned(two_groups(), *spans)) for _ in range(2))
     (batch,) = fixed.graph_buffers([Limits.of_verification(9, 4, 1)])
     for step, appends in enumerate(({2: 4}, {0: 1, 1: 3, 3: 5}, {3: 9}, {1: 1, 0: 2}, {0: 1, 1: 1, 2: 1, 3: 1})):

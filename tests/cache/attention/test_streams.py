@@ -294,7 +294,8 @@ def test_a_plain_sequence_is_sent_to_one_that_slides(matched: int) -> None:
 @pytest.mark.parametrize("sink", [0, 3, 4, 6])
 @pytest.mark.parametrize(("held", "total", "cached"), [(0, 40, 0), (0, 40, 33), (2, 9, 5), (15, 30, 8), (5, 16, 15)])
 def test_a_stream_is_transferred(sink: int, held: int, total: int, cached: int) -> None:
-    """The receiver holds `held` positions of it, the sender `cached`; what the window has at the end travels."""
+    """The receiver holds `held` positions of the stream, the sender `cached`. The positions that the window shows at
+    the end are sent."""
     pools = [pools_of(LAYOUT, 32) for _ in range(2)]
     writer = PeerWriter(0, pools)
     sender, receiver = (

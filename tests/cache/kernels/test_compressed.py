@@ -35,7 +35,7 @@ LAYERS, LAYER, PAGES = 2, 1, 64
 
 @dataclass(frozen=True)
 class Case:
-    """lengths: of the sequences with their new tokens, of which each but the last has one, the last `new`."""
+    """lengths: of the sequences with their new tokens. The last has `new`, each other one."""
 
     lengths: tuple[int, ...] = (70, 1, 32, 64, 41)
     new: int = 11
@@ -117,8 +117,8 @@ def compression(case: Case, count: int) -> Compression:
 @pytest.mark.parametrize("padding", [False, True], ids=["", "padded"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_what_tokens_complete(case: Case, padding: bool) -> None:
-    """Entries of stored inputs, of those of the same forward and of both; the first of a text has none before it. Of
-    tokens of padding nothing is stored."""
+    """Entries are made of stored inputs, of the forward's own and of both. The first of a text has no inputs before
+    it. Nothing is stored for tokens of padding."""
     positions, preceding = positions_of(case)
     count = positions.shape[0]
     input_pages, slots = lay_out(case, case.page_size, 1, case.every * case.halves, seed=1)

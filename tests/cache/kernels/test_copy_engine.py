@@ -63,7 +63,7 @@ def test_each_copy_is_made_once(driver: Driver, count: int) -> None:
 
 
 def test_rows_go_to_where_they_stand_in_their_pages(driver: Driver) -> None:
-    """Two runs of pages of 64 bytes, of which bytes 16 … 39 go."""
+    """Bytes 16 … 39 of two runs of 64-byte pages are copied."""
     source = np.random.default_rng(0).integers(0, 255, (9, 64), np.uint8)
     target = np.zeros_like(source)
     expected = target.copy()

@@ -141,7 +141,7 @@ def test_nodes_of_trees_beside_plain_sequences() -> None:
 @interpreted
 @pytest.mark.parametrize("kind", ["steps", "verify steps", "prompts"])
 def test_graph_buffers(kind: str) -> None:
-    """Outputs are those of other kernels, also after what such a forward stored, and padding stores nothing."""
+    """Outputs equal other kernels', also after such a forward. Padding stores nothing."""
     layout = windowed(two_groups(), None, 6)
     fixed, plain = make_cache(TritonKernels, layout=layout), make_cache(TorchKernels, layout=layout)
     if kind == "prompts":

@@ -32,9 +32,9 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class Case:
-    """lengths: positions of each sequence, the new one included; 0: a row of padding. preceding: of a verify step, of
-    each row how many of those right before are of its sequence. programs: that tiling is chosen for. fp8: pages of
-    8-bit entries, with scales of each head, of q, k and v in dtype. gated: something stands between heads of q.
+    """lengths: positions of each sequence, the new one included; 0: a row of padding. preceding: in a verify step, for
+    each row, how many of the rows right before belong to its sequence. programs: that tiling is chosen for. fp8: pages
+    of 8-bit entries, with scales of each head, of q, k and v in dtype. gated: something stands between heads of q.
     """
 
     lengths: tuple[int, ...] = (5, 1, 70, 0)

@@ -38,8 +38,8 @@ TOLERANCES = {torch.float32: Tolerance(1e-4, 1e-5), torch.float16: Tolerance(1e-
 
 @dataclass(frozen=True)
 class Case:
-    """before: positions that each sequence has; after: its new ones. snapshots: of which sequences one stands after so
-    many new tokens. decay: of how much a token lets a state decay."""
+    """before: positions that each sequence has; after: its new ones. snapshots: pairs of a sequence and the number
+    of new tokens after which it leaves one. decay: of how much a token lets a state decay."""
 
     before: tuple[int, ...]
     after: tuple[int, ...]

@@ -33,7 +33,7 @@ LAYERS, LAYER, PAGES = 2, 1, 48
 
 @dataclass(frozen=True)
 class Case:
-    """lengths: of the sequences, of which each but the last has one new token, the last `new`."""
+    """lengths: of the sequences. The last has `new` new tokens, each other one."""
 
     lengths: tuple[int, ...] = (70, 1, 33, 24)
     new: int = 5
@@ -79,7 +79,7 @@ def draw_index(case: Case, num_tokens: int) -> tuple[Index, Rotation]:
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_scores(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scores are of single tokens and of a chunk's tokens, each of which sees one position more."""
+    """Scores are of single tokens and of a chunk's tokens. Each token of a chunk sees one position more."""
     monkeypatch.setattr("tandem.cache.kernels.triton.index_scores.PROGRAMS", 24)  # some tiles in a program
     tokens, tables = lay_out(case)
     pool = draw(case, PAGES, LAYERS, 1, 1, case.page_size, case.width)

@@ -23,7 +23,7 @@ def attend(scores: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize(("heads", "head_dim", "with_sinks"), [(4, 16, False), (12, 24, True), (1, 64, True)])
 def test_parts_make_the_whole(dtype: torch.dtype, heads: int, head_dim: int, with_sinks: bool) -> None:
-    """Rows of none, one, two and three shared parts, some of which outweigh the others by far."""
+    """Rows have none, one, two and three shared parts. Some parts outweigh the others by far."""
     generator = torch.Generator().manual_seed(heads)
     parts_of = [[], [4], [0, 2], [5, 1, 3]]  # of each row, among the shared ones
     shared = sum(map(len, parts_of))

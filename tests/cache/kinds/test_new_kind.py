@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class NegatedKernels(TorchKernels):
-    """Scores of -q and -K are those of q and K."""
+    """Scores of -q and -K equal scores of q and K."""
 
     def append(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, rotation: Rotation | None, own: TorchPlan

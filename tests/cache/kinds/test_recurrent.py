@@ -130,7 +130,7 @@ def inputs_of(count: int, seed: int, shape: StateShape = SHAPE) -> RecurrentInpu
 
 
 class NaiveStates:
-    """Keeps what each sequence was given from its first token on, and computes all of it anew each time."""
+    """Keeps each sequence's inputs from its first token on, and computes all of them anew each time."""
 
     def __init__(self, shape: StateShape = SHAPE) -> None:
         self.shape = shape
@@ -147,7 +147,7 @@ def join(parts: list[RecurrentInputs]) -> RecurrentInputs:
 
 
 def run_forward(cache: TvmCache, naive: NaiveStates, counts: dict[int, int], seed: int, *, push: bool = True) -> None:
-    """One forward, whose outputs of both recurrent layers are those of the naive states."""
+    """Runs one forward. Both recurrent layers' outputs equal the naive states'."""
     given = {sequence: inputs_of(count, seed + sequence, naive.shape) for sequence, count in counts.items()}
     total, x = sum(counts.values()), join(list(given.values()))
     with torch.inference_mode():

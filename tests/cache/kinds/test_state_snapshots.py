@@ -163,7 +163,7 @@ class Program:
         self.tokens[one] = self.tokens[one][:position] + self.draw()[0][position:]
 
     def send(self, _: int) -> None:
-        """A prompt from the first cache to the second, each of which may know its beginning."""
+        """Sends a prompt from the first cache to the second. Each may know its beginning."""
         (sender, receiver), one = self.island.caches, len(self.tokens)
         self.tokens[one], self.salts[one] = self.draw()
         prompt = np.array(self.tokens[one][: self.random.randint(2, 40)])

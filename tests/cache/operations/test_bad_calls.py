@@ -292,7 +292,7 @@ PLANS: dict[str, Callable[[TvmCache], object]] = {
 
 @pytest.mark.parametrize("change", PLANS.values(), ids=PLANS.keys())
 def test_a_plan_of_what_is_gone(change: Callable[[TvmCache], object]) -> None:
-    """Its pages may be those of others by now."""
+    """Its pages may be others' by now."""
     cache = filled()
     plan, (q, k, v) = cache.begin_forward([0], [2]), draw_inputs(LAYOUT, 2, seed=2).layers[0]
     change(cache)

@@ -105,7 +105,7 @@ def test_forks_pops_and_copied_pages() -> None:
 
 
 def test_a_stream_rounds_k_before_rope() -> None:
-    """All that a stream stores is rotated when it is read: the indices are those of a sequence that was never slid."""
+    """All that a stream stores is rotated when it is read: the indices equal those in a sequence that never slid."""
     scales = SCALES["per layer"]
     layout, bare = fp8_layout(scales), replace(LAYOUT, scales=None)
     cache, naive = cache_of(layout), NaiveCache(bare)

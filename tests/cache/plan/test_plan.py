@@ -11,7 +11,7 @@ PAGE_SIZE, MAX_PAGES = 4, 40
 
 @st.composite
 def batches(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """A page table, rows of it, lengths before the append, lengths appended."""
+    """A page table, some of its rows, lengths before the append, lengths appended."""
     size = draw(st.integers(1, 6))
     rows = np.array(draw(st.permutations(range(8))))[:size]
     longest = draw(st.sampled_from([3, 12, 100]))  # alike, or very unlike

@@ -61,7 +61,7 @@ def test_siblings_share_what_came_back() -> None:
 
 
 def test_a_peer_gets_what_came_back() -> None:
-    """All layers of it, though the forward that sends it begins before the last of them are there."""
+    """It gets all layers, though the forward that sends begins before the last layers are there."""
     layout = layout_of(2, 2)
     pools = [pools_of(layout, 6) for _ in range(2)]
     sender, receiver = (cache_of(layout, pools=own, writer=PeerWriter(pe, pools)) for pe, own in enumerate(pools))

@@ -1,4 +1,4 @@
-"""Memory that a thread pins beside the start: what may be used of it, with a driver that pins what it is told to."""
+"""Memory that a thread pins beside the start: the part that may be used, with a driver that pins what the test says."""
 
 from types import SimpleNamespace
 

@@ -12,7 +12,7 @@ FAMILIES, PROMPTS = 4, 40
 
 
 class Prompts(Program):
-    """Prompts on one cache. Each takes what is known of it, has its KV and outputs compared, and is published."""
+    """Prompts on one cache. Each takes its known prefix, has its KV and outputs compared, and is published."""
 
     def __init__(self, seed: int, setting: Setting, oracle: Oracle, slots: int) -> None:
         super().__init__(2 * seed, setting, oracle)

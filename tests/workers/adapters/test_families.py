@@ -1,4 +1,4 @@
-"""Adapters of each family's projections: greedy tokens in float32 are those of PEFT, or of merged weights."""
+"""Adapters of each family's projections: greedy tokens in float32 equal PEFT's, or those of merged weights."""
 
 from pathlib import Path
 from typing import Any

@@ -21,7 +21,7 @@ MATCHED = 32  # of its tokens: whole pages, before the last token
 
 
 class Made(NamedTuple):
-    """A model, adapters of it, and the tokens that follow PROMPT, as long as any test wants."""
+    """A model, its adapters, and the tokens that follow PROMPT, as many as any test needs."""
 
     model: Path
     oracle: Any

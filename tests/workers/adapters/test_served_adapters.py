@@ -1,4 +1,4 @@
-"""Requests with LoRA adapters, through the worker service: tokens are those of PEFT."""
+"""Requests with LoRA adapters, through the worker service: tokens equal PEFT's."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A folder's tokenizer files, read together: ids, special tokens and chat prompts are those of transformers."""
+"""A folder's tokenizer files, read together: ids, special tokens and chat prompts equal transformers'."""
 
 import json
 import random
@@ -38,7 +38,7 @@ def vocabulary() -> Inner:
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lowers the limits of things of which there may be many to 8."""
+    """Lowers the limits of added tokens and templates to 8."""
     monkeypatch.setattr(tokenizer_files, "MAX_ADDED", 8)
     monkeypatch.setattr(tokenizer_files, "MAX_TEMPLATES", 8)
 

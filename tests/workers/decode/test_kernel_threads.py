@@ -53,7 +53,7 @@ def test_decode_has_all_cores_only_while_no_prompt_is_on_its_way(tmp_path: Path)
 
 
 def test_workers_that_join_or_leave_change_the_share(tmp_path: Path) -> None:
-    """The share is that of the native kernels and of torch. The next step has it."""
+    """Native kernels and torch share it. The next step has it."""
     folder, crew = save_checkpoint("llama", tmp_path), the_crew()
     with running_island(folder, {"island.threads_per_worker": OWN}) as island, Client(island.address) as client:
         decode = island.workers[1]

@@ -352,7 +352,7 @@ def test_an_abort_of_the_only_request_in_flight() -> None:
 
 
 def test_calls_are_answered_while_a_step_computes() -> None:
-    """The pages of a request whose last token is on its way stay until that step is done, whoever aborts it."""
+    """The pages of a request whose last token is on its way stay until that step is done, even if it is aborted."""
     bench = Bench()
     bench.runner.done_until = 0
     _, last = bench.start("last", max_tokens=2)

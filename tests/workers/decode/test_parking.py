@@ -292,7 +292,7 @@ def test_what_host_memory_has_no_room_for_is_dropped(folder: Path, oracle: dict[
 
 
 class Storm:
-    """Requests of random priorities on few pages, some of which are cancelled."""
+    """Requests of random priorities on few pages. Some are cancelled."""
 
     def __init__(self, pair: ParkingPair, seed: int, varied: bool) -> None:
         self.pair, self.random = pair, Random(seed)

@@ -146,7 +146,7 @@ def test_a_verify_step_is_launched_before_the_one_before_is_read() -> None:
 
 
 def test_nothing_follows_drafts_that_are_not_found() -> None:
-    """The host hears of it a step late, for the device cannot tell."""
+    """The host notices a step late, because the device cannot tell."""
     bench = bench_with(EarlyDrafter(right=1))
     bench.follow()
     _, stream = bench.start("a", max_tokens=50)

@@ -43,8 +43,8 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
 
 @dataclass(frozen=True)
 class Case:
-    """changes: of the configuration. lengths: of the prompts; `active` are stepped at a time, in steps of `rows`.
-    fp8: K and V are stored in 8 bits, by scales that differ. weights: those of layers are in 8 bits, see SCHEMES.
+    """changes: of the configuration. lengths: of the prompts; `active` are stepped at a time, in steps of `rows`. fp8:
+    K and V are stored in 8 bits, by scales that differ. weights: layers' weights are in 8 bits, see SCHEMES.
     """
 
     family: str

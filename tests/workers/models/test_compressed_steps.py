@@ -69,7 +69,7 @@ def test_steps_give_the_tokens_of_transformers(case: str, model: CachedModel, or
 
 @pytest.mark.gate("deepseek_v4-128")
 def test_verify_steps_give_the_tokens_of_transformers(case: str, model: CachedModel, oracle: "PreTrainedModel") -> None:
-    """Three rows of a sequence, of which the last two are popped by turns; entries are made of earlier rows."""
+    """A sequence has three rows, and the last two are popped by turns. Entries are made of earlier rows."""
     (buffers,) = model.cache.graph_buffers([Limits.of_verification(8, 4, 1)])
     texts = [random_prompt(length, length) for length in TEXTS[case][:2]]
     expected = [greedy(oracle, text, OUTPUT) for text in texts]

@@ -123,7 +123,7 @@ F16, BF16, F32, F8 = torch.float16, torch.bfloat16, torch.float32, torch.float8_
 def test_dtype_is_that_of_the_weights_where_the_config_names_none(
     tmp_path: Path, stored: dict[str, torch.dtype], expected: torch.dtype, indexed: bool
 ) -> None:
-    """The dtype is that of the first weight by name in the first file, as in transformers."""
+    """The first weight by name in the first file has the dtype, as in transformers."""
     from safetensors.torch import save_file
     from transformers.modeling_utils import get_state_dict_dtype, load_state_dict
 

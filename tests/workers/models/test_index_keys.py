@@ -1,5 +1,5 @@
-"""Layers that attend to chosen positions: logits are transformers' at any split, with prefixes found again, forks and
-pops; the index keys are those of its cache."""
+"""Layers that attend to chosen positions: logits equal transformers' at any split, with prefixes found again, forks
+and pops. So do the index keys in its cache."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING

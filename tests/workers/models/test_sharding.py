@@ -28,7 +28,7 @@ EXPERTS = {family: {"num_local_experts": 6} for family in ("mixtral", "gpt_oss")
 
 
 def naive_slice(name: str, whole: Tensor, rank: int) -> Tensor:
-    """A rank's half of a stored tensor, or all of it."""
+    """A rank's half of a stored tensor, or the whole tensor."""
     if name == "lm_head.weight":
         middle = whole.shape[0] // 2
         return whole[middle:] if rank else whole[:middle]

@@ -277,7 +277,7 @@ def run_steps(of: PromptRunner, made: list[list[int]], program: Sequence[int]) -
 
 
 def learn(made: list[list[int]], rows: list[int], pending: PendingSamples | None) -> None:
-    """Adds the tokens of a step to those of its rows."""
+    """Adds the tokens of a step to its rows' tokens."""
     if pending is not None:
         for row, token in zip(rows, pending.wait().token_ids.tolist(), strict=True):
             made[row].append(token)

@@ -129,7 +129,7 @@ def test_a_draw_does_not_depend_on_the_rest_of_the_batch(params: list[SamplingPa
     [{}, {"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 8, "top_p": 0.7, "min_p": 0.01}],
 )
 def test_draws_follow_the_distribution(options: dict[str, Any]) -> None:
-    """The distribution is that of transformers: chi-square over the tokens, fixed seeds, with the bound of a
+    """The distribution equals transformers': chi-square over the tokens, fixed seeds, with the bound of a
     significance of 1e-6."""
     draws, vocab = 20_000, 12
     params = SamplingParams(seed=7, **options)

@@ -177,7 +177,7 @@ def test_prompts_come_and_go_between_two_orders() -> None:
 @pytest.mark.parametrize("left", [None, -1.0], ids=["no target", "late"])
 @pytest.mark.parametrize("room", [1, 2, 1 << 20])
 def test_others_get_one_token_in_eight_whatever_comes(left: float | None, room: int) -> None:
-    """The oldest of them ends within a bounded number of steps, and those after it in their order."""
+    """The oldest other prompt ends within a bounded number of steps, and later ones in their order."""
     steps, tokens = Steps(room=room), 30
     steps.add(*(prompt(f"old {number}", tokens, left) for number in range(3)))
     counts: dict[str, int] = {}

@@ -70,7 +70,7 @@ def test_no_coefficient_is_below_zero_whatever_is_measured(seconds: list[float],
 
 
 def test_a_pause_of_the_host_in_fifty_steps_moves_neither_model_nor_excess() -> None:
-    """Tokens of one step are read late, those of the next at once."""
+    """Tokens of one step are read late, the next step's at once."""
     time = StepTime(0.9)
     for number, load in enumerate(random_loads(1000)):
         time.measured({40: 0.1, 41: 1e-6}.get(number % 50, DEVICE(load)), load)

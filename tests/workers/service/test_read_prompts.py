@@ -63,7 +63,7 @@ def test_what_is_refused(island: Island, stub: Any, fields: dict[str, Any], code
 
 
 def test_more_prompts_than_pages_wait_for_each_other(island: Island, stub: Any) -> None:
-    """40 pages of 8 positions hold two of these at a time."""
+    """40 pages of 8 positions hold two such prompts at a time."""
     prompts = [random_prompt(140, seed=number) for number in range(6)]
     alone = [ask(stub, island, prompts=[worker_pb2.PromptSpec(token_ids=prompt_to_bytes(one))]) for one in prompts]
     together = ask(stub, island, prompts=[worker_pb2.PromptSpec(token_ids=prompt_to_bytes(one)) for one in prompts])

@@ -138,8 +138,7 @@ def mtp_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture
 def with_mtp(monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers reads the third layer of these, which is after two, and not after as many as published ones
-    have."""
+    """transformers reads such a model's third layer, after two, and not after as many as published models have."""
     from transformers import DeepseekV3ForCausalLM, Glm4MoeForCausalLM
 
     for oracle in (DeepseekV3ForCausalLM, Glm4MoeForCausalLM):

@@ -1,4 +1,4 @@
-"""A small model drafts: the tokens are those without, whoever drafts, and what is right is accepted."""
+"""A small model drafts: tokens are as without drafts, whatever model drafts, and right drafts are accepted."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -80,7 +80,7 @@ def tokens_of(pair: LoopPair, seed: int) -> dict[str, list[int]]:
 
 
 def nearly(folder: Path, target: Path) -> SpeculationSettings:
-    """A draft model whose tokens are often those of the target."""
+    """A draft model whose tokens often equal the target's."""
     model, draws = load_oracle(target), torch.Generator().manual_seed(5)
     with torch.no_grad():
         for tensor in model.parameters():

@@ -1,4 +1,4 @@
-"""A prompt as one value: what the next placement of its request computes, and what messages say of it."""
+"""A prompt as one value: what the next placement of its request computes, and its messages."""
 
 from dataclasses import fields, replace
 

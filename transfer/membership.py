@@ -28,7 +28,7 @@ class TransportConfig:
     num_signals: int  # rows in each mailbox
     island: str
     epoch: int
-    endpoint: Endpoint = LOOPBACK  # the only part that PEs have each for themselves, beside numbers and layouts
+    endpoint: Endpoint = LOOPBACK  # besides numbers and layouts, the only part that differs between PEs
     layouts: tuple[KVLayout, ...] = ()  # of each PE, shards of one layout; none where all have `layout`
     epochs: tuple[int, ...] = ()  # of each PE, where some have replaced others; none where all have `epoch`
     scratch_bytes: int = 0  # see Transport.scratch

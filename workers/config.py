@@ -156,7 +156,7 @@ class LoopSettings:
     max_batch_tokens: int = 1024  # new tokens of a step
     max_sequences: int = 256  # between reservation and last token
     eos_token_ids: tuple[int, ...] = ()
-    token_seconds: float | None = None  # from one token of a row to its next, beside prompts; None: no bound
+    token_seconds: float | None = None  # from one token of a row to its next, with prompts; None: no bound
     token_share: float = TOKEN_SHARE  # of the times from one token to the next that are to keep it
     priority_seconds: float = 30.0  # after which what waits counts with the next lower priority
     parking: ParkingSettings = ParkingSettings()

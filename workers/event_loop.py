@@ -33,7 +33,7 @@ class EventLoopThread:
             raise
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> "Future[T]":
-        """Lets it run beside what others ask for. Its end is to be waited for, or it cancelled, before stop()."""
+        """Starts it, and does not wait. The caller awaits its end, or cancels it, before stop()."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def stop(self) -> None:

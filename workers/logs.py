@@ -40,7 +40,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, process and message, and the record's fields beside them."""
+    """One JSON object a line: time, level, logger, process and message, and then the record's fields."""
 
     def __init__(self, process: str) -> None:
         super().__init__()

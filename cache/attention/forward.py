@@ -260,7 +260,7 @@ class Attention:
         return self._chosen
 
     def store(self, group: int, layer: int, k: Tensor, v: Tensor | None = None) -> None:
-        """Stores what a layer keeps in `group`, which stands beside others: here and with receivers, as it is.
+        """Stores what a layer keeps in `group`, which stands next to others, here and with receivers.
 
         k [n, num_kv_heads, head_dim] of each of the group's new_entries(), and v where it has two planes, in the
         group's dtype. Called once for each such group and layer, in order. Where n is 0 it sends what is cached.
@@ -283,7 +283,7 @@ class Attention:
         return tokens
 
     def _check_beside(self, group: int, layer: int) -> int:
-        """The index of a layer in a group that stands beside others."""
+        """The index of a layer in a group that stands next to others."""
         if group not in self.layers.beside or layer not in self.layers.beside[group]:
             accepted = {one: list(layers) for one, layers in self.layers.beside.items()}
             raise InvalidArgument(

@@ -25,8 +25,8 @@ class Rotations:
         max_positions: int,
         device: torch.device,
     ) -> None:
-        """rope: one for all layer groups or one for each, which groups beside others do not use; InvalidArgument when a
-        rotary_dim exceeds a head."""
+        """rope: one for all layer groups, or one for each; groups next to others do not use theirs. InvalidArgument
+        when a rotary_dim exceeds a head."""
         of_groups = [rope] * len(layout.groups) if isinstance(rope, RopeParameters) else list(rope)
         if len(of_groups) != len(layout.groups):
             raise InvalidArgument(f"rope has {len(of_groups)} entries; the layout has {len(layout.groups)} groups")

@@ -10,13 +10,13 @@ POLL_SECONDS = 0.00001
 
 
 class FetchedStaging:
-    """A Staging that copies arrays to the device on a stream of its own, beside what runs there.
+    """A Staging that copies arrays to the device on a stream of its own, while others run there.
 
     A kernel of the CUDA graph that reads them, fetch(), copies them to their fixed addresses. So the device has nothing
     to do between two graphs. On a CPU both sides are one memory.
 
         host      filling | pairs of numbers | numbers ...     open(), the caller writes, send()
-                     |  copied beside the step before
+                     |  copied during the step before
         arrived      v
                      |  fetch()
         fetched  <---+--->  on_device

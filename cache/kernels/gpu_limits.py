@@ -15,7 +15,7 @@ INDEX_DIM = 128  # of index keys
 SHARED_DIMS = (16, 32, 64, 128, 256, 512)  # of K and V in one plane, of compressed entries, and of their index keys
 
 Size = tuple[str, int, tuple[int, ...]]
-"""Name, value and what is accepted."""
+"""Name, value and accepted values."""
 
 
 def head_sizes(head_dim: int) -> tuple[Size, ...]:

@@ -1,4 +1,4 @@
-"""Entries that layers keep beside what they attend to: compressed KV, what it is made of, and its index keys."""
+"""Entries that layers keep in addition to those they attend to: compressed KV, its inputs, and its index keys."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

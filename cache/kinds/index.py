@@ -1,4 +1,4 @@
-"""Index keys beside the latents of the same layers (DeepSeek-V3.2): a query attends to the positions that it scores
+"""Index keys next to the latents of the same layers (DeepSeek-V3.2): a query attends to the positions that it scores
 highest by them."""
 
 from collections.abc import Sequence

@@ -53,7 +53,7 @@ class ServedKind(Kind):
     needs_call = False
     """Whether layers attend by more than x, so that `serves` is not run()."""
     of_latents = False
-    """Whether LatentHeads read the entries, or those that they stand beside."""
+    """Whether LatentHeads read the entries, or the entries next to which they stand."""
     by_token = False
     """Whether a GPU and graph buffers look entries up by token: see TokenForward."""
 

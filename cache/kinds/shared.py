@@ -18,7 +18,7 @@ from tandem.cache.plan.spans import Span
 
 @dataclass(frozen=True)
 class Shared(ServedKind):
-    """One plane of one head, in a window. Groups beside it keep compressed KV: see CompressedGroups."""
+    """One plane of one head, in a window. Groups next to it keep compressed KV: see CompressedGroups."""
 
     head_dim: int
     keeps: Span

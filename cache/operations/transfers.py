@@ -82,7 +82,7 @@ class TransferCalls(Parts):
         self._receptions.check_settled(sequence)
         row = self._table.row(sequence)
         rows, last = np.array([row]), self._launched
-        is_whole = self._table.lengths[row] >= self._marks.ends[row]  # else it can go beside the next forward
+        is_whole = self._table.lengths[row] >= self._marks.ends[row]  # else it can go during the next forward
         staged = bool(is_whole) and last is not None and last.holds and row in last.rows
         tokens = lay_out_tokens(self._table.lengths[rows], np.zeros(1, np.int64))
         sends, sent = plan_sends(self._marks, self._table, rows, tokens)

@@ -15,7 +15,7 @@ from tandem.cache.plan.spans import ALL, Span
 from tandem.cache.store.page_store import NamedPages, PageStore
 
 NO_PAGE = -1
-MOST_STORED = 1 << 16  # keys that the log of pages in the store has room for, beside those of pages
+MOST_STORED = 1 << 16  # keys that the log of pages in the store has room for, in addition to pages' keys
 
 
 Find = Callable[[int], NDArray[np.bool_]]

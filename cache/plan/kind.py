@@ -33,7 +33,7 @@ class Kind(ABC):
     """Ranks of a shard that keep the same heads, one after another."""
 
     attended = True
-    """Whether layers attend to the entries: a layer stands in one such group. Others stand beside that group."""
+    """Whether layers attend to the entries: a layer stands in one such group. Others stand next to that group."""
     readable = False
     """Whether later layers may attend to what a layer has stored: see KVLayout.readers."""
     whole_on_ranks = False

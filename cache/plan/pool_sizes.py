@@ -37,8 +37,8 @@ NO_SNAPSHOTS = SnapshotRule(1, 0)
 
 
 class StateUse(NamedTuple):
-    """Pages of states beside one for each sequence. share: of the bytes of pages that keep all, see num_snapshots.
-    drafted: see SnapshotRule."""
+    """Pages of states, in addition to one for each sequence. share: of the bytes of pages that keep all, see
+    num_snapshots. drafted: see SnapshotRule."""
 
     share: float = 0.0
     drafted: int = 0

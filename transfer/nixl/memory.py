@@ -21,7 +21,7 @@ HEAD_BYTES = 16  # of a header, with which its places begin
 
 
 class NixlMemory(PageMemory):
-    """The pools are where the config says. Rings are on the host, pinned beside a GPU.
+    """The pools are where the config says. Rings are on the host, pinned if there is a GPU.
 
     outbox, inbox: uint8 [num_pes, SLOTS, slot_bytes], what is sent to each PE and what comes from it. A slot of a ring
     holds header, places and values of a frame, as of the TCP transport; the values begin at a multiple of 16.

@@ -8,7 +8,7 @@
     fence          an event                                    an event after a quiet
 
 write_tokens queues on the current CUDA stream, after the kernels that made k and v. All else queues on a stream of
-the transport's own, after what is on the current one. The current one never waits for it: a forward goes on beside its
+the transport's own, after what is on the current one. The current one never waits for it: a forward goes on during its
 push. With `stages`, write_slots waits for these only: the first layers of long runs go while the last are computed.
 Importing this module needs nvshmem4py and Triton; factory.py imports it when it is asked for.
 """

@@ -21,7 +21,7 @@ from tandem.transfer.copy_plan import CopyPlan
 from tandem.transfer.errors import TransportError
 from tandem.transfer.regions import Region, Regions
 
-DATA_CONNECTIONS = 4  # from each PE to each other, beside one for signals
+DATA_CONNECTIONS = 4  # from each PE to each other, plus one for signals
 FRAME_BYTES = 2 << 20  # of pages; longer pushes are cut, and go over all connections
 STAGED_BYTES = 1 << 20  # of slots and tokens, which the receiver sorts into its pages from a buffer
 MAX_COUNT = 1 << 14  # places in a frame

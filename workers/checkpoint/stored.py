@@ -1,6 +1,6 @@
 """A weight of a checkpoint, and the parts in which threads read it.
 
-A quantized weight is dequantized part by part, straight into the parameters. Beside those, loading takes at most
+A quantized weight is dequantized part by part, straight into the parameters. In addition, loading takes at most
 MAX_PART_BYTES for each thread that reads, however large a tensor is.
 """
 

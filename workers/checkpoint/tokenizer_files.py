@@ -23,7 +23,7 @@ from tandem.workers.checkpoint.files import check_size, is_there, open_regular, 
 MAX_TOKENIZER_BYTES = 256 << 20  # the largest published ones have 33 MB
 MAX_TEMPLATE_BYTES = 1 << 20  # the longest published ones have 30 kB
 MAX_TEMPLATES = 64
-MAX_ADDED = 1 << 16  # tokens that the files beside tokenizer.json name
+MAX_ADDED = 1 << 16  # tokens that files next to tokenizer.json name
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 DEFAULT = "default"  # the name of a template that stands alone
@@ -39,7 +39,7 @@ class TokenizerFiles:
     path: Path  # of tokenizer.json
     special_tokens: Mapping[str, str]
     chat_templates: Mapping[str, str]
-    added_by_id: Mapping[int, AddedToken]  # by the ids that the files beside tokenizer.json give them
+    added_by_id: Mapping[int, AddedToken]  # by their ids in files next to tokenizer.json
     added_by_text: tuple[AddedToken, ...]  # special tokens, which may be in the vocabulary already
     precedes_own: bool  # whether tokenizer.json's own added tokens replace those of added_by_id
     splits_special: bool  # whether a special token's text is a text like any other

@@ -7,7 +7,7 @@ from tandem.workers.replay.codec import ValueType
 from tandem.workers.replay.value_types import HANDLES, value_types
 
 AGREE_SECONDS = 10.0  # in which an error is to be one of all ranks
-FENCE, MARK, DIGEST, WELCOME, END = "fence", "mark", "digest", "welcome", "end"  # beside the names of actions
+FENCE, MARK, DIGEST, WELCOME, END = "fence", "mark", "digest", "welcome", "end"  # in addition to names of actions
 ALONE = frozenset({"recall", "withdraw", "answer"})
 """Actions of the leader alone: recalls go from first rank to first rank."""
 

@@ -38,7 +38,7 @@ class AdapterKernels(Protocol):
         ...
 
     def add_to(self, product: Callable[[], Tensor], x: Tensor, matrices: AdapterMatrices, slots: Tensor) -> Tensor:
-        """product(), whose rows are contiguous, and after it add(); in a graph, a part of add() beside it."""
+        """Computes product(), whose rows are contiguous, then add(). In a graph they overlap."""
         y = product()
         self.add(y, x, matrices, slots)
         return y

@@ -15,7 +15,7 @@ class LayerKernels(Protocol):
     """Each call reads and makes tensors of one device; T tokens, H hidden, I intermediate, D head_dim.
 
     Rounding is transformers': sums in the dtype of x, norms in float32, cast to that dtype before the weight; with a
-    float32 weight beside an x of 16 bits, after the weight.
+    float32 weight with an x of 16 bits, after the weight.
     """
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:

@@ -62,7 +62,7 @@ UNGATED: dict[str, Activation] = {"relu2": SquaredRelu()}
 
 
 def is_gated(activation: Activation) -> bool:
-    """Whether a feed-forward has a gate beside up."""
+    """Whether a feed-forward has a gate next to up."""
     return activation not in UNGATED.values()
 
 

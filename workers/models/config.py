@@ -87,7 +87,7 @@ class ModelConfig:
     hyper: HyperConfig | None = None  # the residual is several streams
     recurrent: RecurrentConfig | None = None  # some layers keep a state in place of K and V
     single_blocks: frozenset[int] | None = None  # a layer is one block: these feed-forwards, the others attend or recur
-    gated_output: bool = False  # the first product of attention makes a gate beside q, by which o is multiplied
+    gated_output: bool = False  # the first product of attention also makes a gate, by which o is multiplied
     attention_block: str = "self_attn"  # the submodule of a layer that attends, in weight names
     feed_forward_block: str = "mlp"  # that of a dense feed-forward
     end_names: tuple[str, str] = ("embed_tokens", "norm")  # of the embedding and of the last norm

@@ -42,7 +42,7 @@ class MoeConfig:
     float32_router: bool = False  # logits are computed in float32
     hashed: frozenset[int] = frozenset()  # the layers in which a table chooses the experts of each token's id
     latent_size: int | None = None  # of what experts take and give, between two maps; None: hidden_size
-    beside: bool = False  # they stand beside a dense feed-forward, see BesideParameters
+    beside: bool = False  # they stand next to a dense feed-forward, see BesideParameters
 
 
 def read_moe(

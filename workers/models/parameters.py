@@ -49,8 +49,8 @@ class MoeParameters:
 
 @dataclass(frozen=True, slots=True)
 class BesideParameters:
-    """Experts beside the dense feed-forward of a layer: the router and they take the residual stream, each by a norm of
-    its own, and both outputs have a norm after them. [H] each."""
+    """Experts next to the dense feed-forward of a layer. The router and the experts take the residual stream, each by
+    a norm of its own. Both outputs have a norm after them. [H] each."""
 
     moe: MoeParameters
     router_scale: Tensor  # the weight of the router's norm, times √H

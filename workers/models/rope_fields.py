@@ -22,14 +22,14 @@ def read_rope(
     theta_field: str = "rope_theta",
     layer_type: str | None = None,
 ) -> RopeParameters:
-    """`rope_parameters` (transformers 5) or `rope_scaling` beside `rope_theta` (transformers 4).
+    """`rope_parameters` (transformers 5) or `rope_scaling` next to `rope_theta` (transformers 4).
 
     As in transformers, a rope_scaling that is not empty goes before rope_parameters, and a field in the object before
-    the same field beside it. `type` is an old name of rope_type.
+    the same field next to it. `type` is an old name of rope_type.
 
     - partial_rotary: whether the family reads partial_rotary_factor; default_fraction: its value when absent.
-    - original_length: original_max_position_embeddings where none is given beside the object.
-    - theta_field: the name of the base beside the object.
+    - original_length: original_max_position_embeddings where none is given next to the object.
+    - theta_field: the name of the base next to the object.
     - layer_type: the layers meant where rope_parameters has an object for each kind; rope_scaling is that of
       full_attention then.
 

@@ -26,7 +26,7 @@ NO_WINDOWS = Windows(None)
 
 @dataclass(frozen=True)
 class ChunkedConfig:
-    """Layers that rotate and attend in chunks, beside others that see all and rotate nothing (Llama 4). Checkpoints
+    """Layers that rotate and attend in chunks, among others that see all and rotate nothing (Llama 4). Checkpoints
     store the rotated numbers of a head as neighbours."""
 
     size: int  # positions of a chunk

@@ -59,7 +59,7 @@ def authorized(stub: StubT, token: str) -> StubT:
 
 
 class _AuthorizedCall:
-    """A stub's method with metadata of its own beside the caller's; future as grpc's blocking stubs have it."""
+    """A stub's method with metadata in addition to the caller's; future as grpc's blocking stubs have it."""
 
     def __init__(self, call: Any, metadata: tuple[tuple[str, str], ...]) -> None:
         self._call = call

@@ -56,7 +56,7 @@ class PromptForwards:
     """Chooses how the KV of each forward is sent. Used by the owner of the cache.
 
     - Requests that share a forward send each token as it is appended.
-    - A request that is alone goes page to page, each chunk after its forward and beside the next. Stores to a peer
+    - A request that is alone goes page to page, each chunk after its forward and during the next. Stores to a peer
       slow a forward more than copies do.
     - Requests that share a CUDA graph, or a forward with decode rows, go page to page, too: it stores to no peer.
 

@@ -79,7 +79,7 @@ class Prefills:
         self._eos_token_ids = settings.eos_token_ids
         self._arriving: list[Prompt] = []
         self._sampling: deque[Sampling] = deque()
-        self._ahead: deque[IsPast] = deque()  # of forwards launched beside the decode side's work
+        self._ahead: deque[IsPast] = deque()  # of forwards launched during the decode side's work
 
     # Commands
 

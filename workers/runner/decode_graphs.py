@@ -183,7 +183,7 @@ class DecodeGraphs:
         return ((), ()) if self._mixed is None else self._mixed.sizes
 
     def takes_prompts(self, num_rows: int, num_sequences: int, num_tokens: int) -> bool:
-        """Whether a graph holds a step of so many rows beside so many tokens of prompts."""
+        """Whether a graph holds a step of so many rows with so many tokens of prompts."""
         return self._mixed is not None and self._mixed.takes(num_rows, num_sequences, num_tokens)
 
     @torch.inference_mode()

@@ -1,4 +1,4 @@
-"""How many KV pages a worker's GPU has room for beside the weights."""
+"""The number of KV pages for which a worker's GPU has room next to the weights."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -136,7 +136,7 @@ class WithoutPages:
 @torch.inference_mode()
 def run_largest_forward(model: Model, max_batch_tokens: int, max_sequences: int, max_positions: int) -> None:
     """max_batch_tokens tokens without attention, which needs pages, then sampling with top_p for max_sequences rows.
-    Beside that, what a head has left of another forward of prompts."""
+    In addition, what a head has left of another forward of prompts."""
     rows = min(max_batch_tokens, max_sequences)
     tokens = torch.zeros(max_batch_tokens, dtype=torch.int64, device=model.device)
     recurrent = model.config.recurrent

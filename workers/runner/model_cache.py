@@ -34,7 +34,7 @@ def kv_layout(
     model: ModelConfig, page_size: int, scales: KVScales | None = None, drafter: ModelConfig | None = None
 ) -> KVLayout:
     """A group for each span that layers keep, in the order of their first layers; one for latents, and one for index
-    keys beside them; recurrent states come last. Readers are in none. What layer i keeps of an encoder is layer
+    keys next to them; recurrent states come last. Readers are in none. What layer i keeps of an encoder is layer
     num_layers + i, in a last group. Layers that are a feed-forward alone are in none, too.
 
     drafter: its layers stand after the model's, in groups of their own, but with latents that are alike in one.

@@ -63,13 +63,13 @@ class ModelRunner:
         self._cache = cache
         self._processor = LogitsProcessor(model.device)
         self._eager_sampler = EagerSampler(model.device, self._processor)
-        self._verify_sampler = EagerSampler(model.device, self._processor)  # another half is under way beside prompts'
+        self._verify_sampler = EagerSampler(model.device, self._processor)  # another half is under way with prompts'
         self._graphs: DecodeGraphs | None = None
         self._prompt_graphs: ForwardGraphs | None = None
         self._verify_graphs: DecodeGraphs | None = None
         self._verify_rows: VerifyRows | None = None  # of the last verify step
         self.next_drafts: NextDrafts | None = None  # where verify steps can follow one another
-        self.drafts = make_drafts(model.draft_steps(), cache, self._processor)  # by a model or a head beside the target
+        self.drafts = make_drafts(model.draft_steps(), cache, self._processor)  # by a model, or by a head of the target
         self._foreseen_positions = np.zeros(0, np.int64)
 
     def warm_up(self) -> None:

@@ -34,7 +34,7 @@ KINDS: "dict[str, GrammarFormat]" = {  # llguidance's names
     "choice": "choice",
 }
 MOST_CACHED = 32  # compiled grammars; one may take 30 MiB
-THREADS = max(2, min(16, (os.cpu_count() or 1) // 2))  # that compute masks beside the step thread
+THREADS = max(2, min(16, (os.cpu_count() or 1) // 2))  # that compute masks for the step thread
 MASK_SECONDS = 1.0  # a mask takes some ten microseconds; llguidance gives up one of some ten milliseconds
 COMPILE_FUEL = 200_000  # some 0.1 s and 30 MiB: llguidance looks ahead in what is repeated often
 MOST_SYMBOLS = 100_000

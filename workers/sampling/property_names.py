@@ -6,7 +6,7 @@ from typing import Any
 from tandem.workers.sampling.idle_keywords import NOTES
 from tandem.workers.sampling.subschemas import copied, subschemas
 
-BESIDE = frozenset({"properties", "patternProperties", "unevaluatedProperties"})  # it is left as it is beside these
+BESIDE = frozenset({"properties", "patternProperties", "unevaluatedProperties"})  # it is left as it is next to these
 
 
 def with_properties(schema: Any) -> Any:

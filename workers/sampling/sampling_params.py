@@ -97,7 +97,7 @@ class SamplingParams:
 ROW: Mapping[str, type[np.generic]] = MappingProxyType(
     {"temperature": np.float64, "top_p": np.float64, "min_p": np.float64, "top_k": np.int64}
 )
-"""The parameters that samplers take for each row, beside a number drawn by its seed: float64 or int64."""
+"""The parameters that samplers take for each row, and a number drawn by its seed: float64 or int64."""
 
 
 def validate(params: SamplingParams, vocab_size: int) -> None:

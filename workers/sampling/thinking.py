@@ -25,7 +25,7 @@ class Thinking:
 def behind(thinking: Thinking, grammar: str, tokenizer: "LLTokenizer") -> str:
     """llguidance's grammar of an output that thinks and then follows `grammar`. No end token is free text.
 
-    A grammar of both, rather than a state beside the matcher: each place in the output follows from its tokens alone.
+    A grammar of both, rather than a state next to the matcher: each place in the output follows from its tokens alone.
     ValueError for a text that is no grammar.
     """
     end = _symbol(thinking.end, tokenizer)

@@ -29,7 +29,7 @@ class StepBatch(NamedTuple):
 
     chunks: tuple[Chunk, ...] = ()
     launched: tuple[Prompt, ...] = ()  # computed speculatively as a whole: only to be sent
-    alone: bool = False  # whether no other prompt runs or waits beside the one of the chunk
+    alone: bool = False  # whether no other prompt than the chunk's runs or waits
     decodes: DecodeStep | None = None
 
     def parted(self) -> "tuple[StepBatch, tuple[Chunk, ...]]":

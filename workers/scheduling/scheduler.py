@@ -27,7 +27,7 @@ class Scheduler:
 
     def __init__(self, max_batch_tokens: int, pace: TokenPace | None = None, priority_seconds: float = 30.0) -> None:
         """max_batch_tokens: of a batch. Decode rows come first, one token each; prompts share the rest. pace: bounds
-        chunks beside rows; None: nothing does. priority_seconds: see PromptOrder."""
+        chunks with rows; None: nothing does. priority_seconds: see PromptOrder."""
         self.rows = DecodeRows()
         self.pace = pace or TokenPace(None, max_batch_tokens)
         self._max_batch_tokens = max_batch_tokens
@@ -124,14 +124,14 @@ class Scheduler:
         return StepBatch(chunks, launched, alone, decodes)
 
     def _prompt_rate(self) -> float:
-        """Prompt tokens a second beside the rows."""
+        """Prompt tokens a second, while rows are decoded."""
         return self.pace.prompt_rate(len(self.rows), self.rows.positions) or FIRST_RATE
 
     def _chunks(self) -> tuple[Chunk, ...]:
         budget, chunks = self._max_batch_tokens, []
         rows = len(self.rows)
         turns = (one for one in self._order.for_chunks(self._running) if not (rows and one.arriving))
-        if (first := next(turns, None)) is None:  # beside rows, whose steps would wait for the pages of all of them
+        if (first := next(turns, None)) is None:  # with rows, whose steps would wait for the pages of all of them
             return ()
         if rows:
             chunk = self.pace.chunk_tokens(rows, self.rows.positions, first.computed, self.rows.drafted)

@@ -6,7 +6,7 @@ from tandem.workers.scheduling.batch import StepBatch
 
 STEP_WEIGHT = 0.1  # of the newest decode step in the average
 WHOLE_TOKENS = 128
-FORGET = 0.8  # what earlier prompts count beside the newest
+FORGET = 0.8  # the weight of earlier prompts, to the newest's 1
 
 
 class StepMeter:

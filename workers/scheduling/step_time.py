@@ -86,7 +86,7 @@ class StepTime:
         return forward * forwards + token * tokens + beyond * tokens_beyond + position * positions + pair * pairs
 
     def beside(self, rows: int, positions: int, context: int, *, joint: bool) -> Callable[[int], float]:
-        """seconds() of rows by the tokens of a chunk beside them, all with padding, for a search among sizes. context:
+        """seconds() of rows by the tokens of a chunk with them, all with padding, for a search among sizes. context:
         tokens before the chunk."""
         forward, token, beyond, position, pair = self._rates
         known = forward + token * rows + position * positions

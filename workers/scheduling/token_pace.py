@@ -1,4 +1,4 @@
-"""How many prompt tokens a step may have beside decode rows, which wait no longer than they may."""
+"""The number of prompt tokens in a step with decode rows, so that rows wait no longer than they may."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ class TokenPace:
         self._time = StepTime(share)
 
     def chunk_tokens(self, rows: int, positions: int, context: int = 0, drafted: int = 0) -> int:
-        """Most prompt tokens beside so many rows, which read so many positions of KV, in the next step. context: of the
+        """Most prompt tokens with so many rows, which read so many positions of KV, in the next step. context: of the
         prompt, the tokens before them. drafted: tokens that the step verifies where no forward has rows and chunk."""
         if self._bound is None:
             return self._most
@@ -48,7 +48,7 @@ class TokenPace:
         return max(chunk, apart, least)
 
     def step_load(self, rows: int, positions: int, beside: StepLoad = NOTHING) -> StepLoad:
-        """A step of so many rows, with what is computed beside them."""
+        """A step of so many rows, with the prompts that it computes."""
         if beside.joint:
             rows = filled_up(self.sizes.rows, rows)
         return beside._replace(rows=rows, positions=positions)
@@ -79,7 +79,7 @@ class TokenPace:
         self._time.fit()
 
     def prompt_seconds(self, tokens: int, rows: int = 0, positions: int = 0) -> float:
-        """How long so many prompt tokens take, beside so many rows or alone."""
+        """The seconds for so many prompt tokens, with so many rows or alone."""
         if not rows:
             forwards = -(-tokens // self._most)
             return self._time.seconds(StepLoad(forwards=forwards, apart=tokens, pairs=_pairs(tokens, 0)))
@@ -88,7 +88,7 @@ class TokenPace:
         return tokens / chunk * self._time.seconds(self.step_load(rows, positions, beside))
 
     def prompt_rate(self, rows: int = 0, positions: int = 0) -> float:
-        """Prompt tokens a second beside so many rows or alone; 0 before a chunk was measured."""
+        """Prompt tokens a second with so many rows or alone; 0 before a chunk was measured."""
         if not self._time.largest_chunk:
             return 0.0
         return self._most / max(self.prompt_seconds(self._most, rows, positions), LEAST_SECONDS)

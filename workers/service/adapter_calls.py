@@ -22,7 +22,7 @@ MAX_NAME, MAX_PATH = 256, 4096  # characters
 
 
 class AdapterLoads:
-    """Loads the adapters of one worker. Folders are read beside its steps."""
+    """Loads the adapters of one worker. Folders are read during its steps."""
 
     def __init__(
         self, engine: Engine, settings: AdapterSettings, call: Callable[[Callable[[], object]], object]

@@ -167,7 +167,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
             await refuse(context, error)
 
     async def _constraint(self, context: Context, sampling: inference_pb2.SamplingParams) -> Constraint | None:
-        """Compiled beside the step thread; None for a request without."""
+        """Compiles the guide outside the step thread; None for a request without."""
         if not sampling.HasField("guided"):
             return None
         try:

@@ -1,4 +1,4 @@
-"""Compressed KV by token, with torch operations: what the Triton kernels beside this module compute."""
+"""Compressed KV by token, with torch operations: the reference of this folder's Triton kernels."""
 
 import torch
 from torch import Tensor

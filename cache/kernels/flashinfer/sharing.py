@@ -63,7 +63,7 @@ class FixedSharing:
     def __init__(self, workspace: Tensor, own_workspace: Tensor, size: int, num_rows: int, max_pages: int) -> None:
         """Makes room for `size` sequences of max_pages, with num_rows queries of all segments together.
 
-        own_workspace: of FlashInfer's planning; not the one of the wrapper that runs beside this one.
+        own_workspace: of FlashInfer's planning; not that of the wrapper that runs at the same time.
         """
         device = workspace.device
         counts = [num_rows, size + 1, num_rows, MOST_SEGMENTS * max_pages]

@@ -1,4 +1,4 @@
-"""Entries that layers keep beside what they attend to, stored with torch operations on any device."""
+"""Entries that layers keep in addition to those they attend to, stored with torch operations on any device."""
 
 import numpy as np
 import torch

@@ -39,7 +39,7 @@ class TritonAdapters(AdapterKernels):
             self._add(y, self._shrink(x, matrices, slots), matrices, slots)
 
     def add_to(self, product: Callable[[], Tensor], x: Tensor, matrices: AdapterMatrices, slots: Tensor) -> Tensor:
-        """See AdapterKernels. In a graph, x · Aᵀ is computed on a stream of its own, beside the product."""
+        """See AdapterKernels. In a graph, x · Aᵀ is computed on a stream of its own, during the product."""
         if not x.is_cuda or not torch.cuda.is_current_stream_capturing():
             return super().add_to(product, x, matrices, slots)
         current, side = torch.cuda.current_stream(x.device), side_stream(x.device)

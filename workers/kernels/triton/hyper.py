@@ -1,7 +1,7 @@
 """HyperKernels in Triton: three kernels a block.
 
 The first multiplies streams and weights, for which few tokens' columns are divided among programs. Its sums stay in
-parts, with a part of the sum of squares beside them: the norm is a factor that the second applies. The second collapses
+parts, each with a part of the sum of squares: the norm is a factor that the second applies. The second collapses
 the streams, and its last program of a token balances the mix. The third closes the block.
 """
 

@@ -58,7 +58,7 @@ class TritonLogits:
 def _process(
     logits, slots, positions, seen, allowed, records, processed, pitch, vocab, masks, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """A block of a row. What single tokens get beside the rest is stored over it, from the same logits."""
+    """A block of a row. What single tokens get in addition is stored over it, from the same logits."""
     row, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK
     slot = tl.load(slots + row)
     logits += row * pitch

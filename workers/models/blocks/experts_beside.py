@@ -1,4 +1,4 @@
-"""Experts beside the dense feed-forward of a layer (Gemma 4)."""
+"""Experts next to the dense feed-forward of a layer (Gemma 4)."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""The inputs that each layer has of its own beside the residual stream, and what a layer does with its input."""
+"""The inputs that each layer has of its own, next to the residual stream, and their use."""
 
 import torch
 from torch import Tensor

@@ -52,7 +52,7 @@ class DraftedDecoder:
     """
 
     follow = begin_prompts = None  # see Decoder
-    encode = None  # drafters stand beside decoders without an encoder
+    encode = None  # drafters have targets without an encoder
 
     def __init__(self, target: DenseDecoder, drafter: DenseDecoder) -> None:
         self.config = target.config

@@ -127,7 +127,7 @@ def _read_offsets(folder: Path, count: int) -> Tensor:
 
 
 class Eagle3Head:
-    """A DraftHead. The layer attends with the embedding beside the hidden state."""
+    """A DraftHead. The layer attends with the embedding next to the hidden state."""
 
     def __init__(self, config: ModelConfig, parameters: Eagle3Parameters, target: DenseDecoder) -> None:
         """Takes over filled parameters."""

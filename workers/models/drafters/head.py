@@ -41,11 +41,11 @@ class HeadedDecoder:
 
     Each forward computes both. Of a step the head computes its part when the step's tokens are sampled: follow(). Of
     prompts the next token is the prompt's, or the first token where the prompt ends: the sampled one after
-    begin_prompts(), the best one in forward(). Where a chunk ends within a prompt, or beside another one, that entry of
+    begin_prompts(), the best one in forward(). Where a chunk ends within a prompt, or next to another, that entry of
     the head is made with a wrong token, which costs a little acceptance.
     """
 
-    encode = None  # drafters stand beside decoders without an encoder
+    encode = None  # drafters have targets without an encoder
 
     def __init__(self, target: DenseDecoder, head: DraftHead) -> None:
         self.config = target.config

@@ -1,4 +1,4 @@
-"""DeepSeek-V4: a window of K and V that are the same numbers, compressed entries beside it, a residual of several
+"""DeepSeek-V4: a window of K and V that are the same numbers, compressed entries next to it, a residual of several
 streams, and experts that a table of tokens chooses in the first layers."""
 
 import dataclasses
@@ -19,7 +19,7 @@ MAIN, COMPRESS = "main", "compress"
 HEAD_DIM, SIZE, EXPERTS, CHOSEN, SCALE, LIMIT, THETA, COMPRESS_THETA = 512, 2048, 256, 6, 1.5, 10.0, 1e4, 160_000.0
 ROPE_TYPES = ("default", "yarn")
 ONLY = {"num_key_value_heads": 1, "attention_bias": False, "mlp_bias": False, "norm_topk_prob": True}
-EXPERT_DTYPES = (None, "fp4", "fp8")  # beside other weights in 8 bits; the files say which it is
+EXPERT_DTYPES = (None, "fp4", "fp8")  # with other weights in 8 bits; the files say which it is
 
 
 def read_deepseek_v4(fields: Fields) -> ModelConfig:

@@ -1,5 +1,5 @@
 """Qwen3-Next and Qwen3.5, text: a gated delta rule in three of four layers, and attention with a gated output, which
-rotates a quarter of each head, in the others. Experts beside a gated shared one, or a dense feed-forward.
+rotates a quarter of each head, in the others. Experts and a gated shared one, or a dense feed-forward.
 
 Of the models for images the text decoder is served: their vision weights are not read. For text the three positions of
 its RoPE are equal, so that RoPE is the usual one. The layer for multi-token prediction is read where it drafts.

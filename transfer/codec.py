@@ -140,7 +140,7 @@ def _pack_bits(k: Int64Array, width: int) -> bytes:
 
 
 def _unpack_bits(data: bytes, count: int, width: int) -> Int64Array:
-    """int64 [count] from exactly ceil(count · width / 8) bytes."""
+    """Unpacks int64 [count] from exactly ceil(count · width / 8) bytes."""
     bits = np.unpackbits(np.frombuffer(data, np.uint8), bitorder="little")
     if bits[count * width :].any():
         raise InvalidPositionMap("the padding of a column is not zero")
@@ -209,7 +209,7 @@ class _Reader:
         raise InvalidPositionMap(f"{field} is a varint of more than 6 bytes")
 
     def run(self) -> tuple[int, int]:
-        """A run that stands apart: its begin and length, checked."""
+        """Reads and checks begin and length of a run that stands apart."""
         begin, length = self.varint("begin") - 1, self.varint("length")
         if not 1 <= length <= MAX_SLOT:
             raise InvalidPositionMap(f"a length is {length}; 1 … {MAX_SLOT} are accepted")

@@ -54,7 +54,7 @@ def pack_payload(token_id: int, digest: int) -> int:
 
 
 def unpack_payload(word: int) -> tuple[int, int]:
-    """(token id, digest)."""
+    """Returns (token id, digest)."""
     return word & (1 << TOKEN_ID_BITS) - 1, word >> TOKEN_ID_BITS
 
 

@@ -110,7 +110,7 @@ def read_handles(transport: str, config: TransportConfig, handles: Sequence[byte
 
 
 def read_handle(transport: str, config: TransportConfig, pe: int, data: bytes) -> Detail:
-    """The details of one PE; see read_handles."""
+    """Returns the details of one PE; see read_handles."""
     most = HANDLE_BYTES + PEER_BYTES * config.num_pes
     if len(data) > most:
         raise MembershipRefused(f"PE {pe}'s handle has {len(data)} bytes; at most {most} are accepted")

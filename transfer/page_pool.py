@@ -44,7 +44,7 @@ class PagePool:
             self._rows.index_copy_(0, rows + self._value_rows, movable(v).view(-1, self._head_dim))
 
     def elements(self, values: Tensor) -> Tensor:
-        """The same memory, in the elements in which this pool is moved."""
+        """Views values in the elements in which this pool is moved."""
         return movable(values)
 
     def read_slots(self, slots: Tensor, region: Region | None = None) -> Tensor:

@@ -143,7 +143,7 @@ class RankTransport(Transport):
         return self._below.peer_pool(self._firsts[pe] + targets[0], group) if len(targets) == 1 else None
 
     def rank_scratch(self, rank: int) -> int | None:
-        """Transport.scratch of a rank of this worker."""
+        """Returns Transport.scratch of a rank of this worker."""
         return self._below.scratch(self._firsts[self.pe] + rank)
 
     def fence(self, pe: int) -> Fence:
@@ -210,7 +210,7 @@ class _Fences:
 
 
 def lanes_of(workers: Sequence[Sequence[KVLayout]]) -> int:
-    """How many ranks may write to one rank, at most."""
+    """Returns the most ranks that may write to one rank."""
     shapes = _by_size(workers).values()
     pairs = [(Writers(own, peers), len(peers)) for own in shapes for peers in shapes]
     return max(len(writers.sources(rank)) for writers, size in pairs for rank in range(size))

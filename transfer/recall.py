@@ -62,7 +62,7 @@ class RecallDesk:
         self._queues.setdefault(recall.pe, deque()).append(recall)
 
     def withdraw(self, recall: Recall) -> None:
-        """It is not wanted any more."""
+        """Removes a recall that is not wanted any more."""
         with suppress(ValueError):
             self._queues[recall.pe].remove(recall)
 
@@ -100,7 +100,7 @@ class RecallInbox:
         self._answered = np.zeros(transport.num_pes, np.int64)
 
     def unanswered(self) -> list[Recall]:
-        """Recalls that wait for answer()."""
+        """Returns the recalls that wait for answer()."""
         words = self._transport.mailbox()[self._asks : self._answers, 0]
         waiting = np.flatnonzero(words != self._answered)
         return [Recall(pe, _signal(int(words[pe]))) for pe in waiting.tolist()]

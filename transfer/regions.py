@@ -39,7 +39,7 @@ class Region:
         return self.heads.stop - self.heads.start
 
     def count_numbers(self, of_head: int) -> int:
-        """How many of a head's numbers are in the region."""
+        """Counts the numbers of a head that are in the region."""
         return sum(len(range(of_head)[numbers]) for numbers in self.numbers)
 
     @property

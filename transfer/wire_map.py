@@ -108,7 +108,7 @@ def _check_skips(field: str, runs: SlotRuns, skipped: int) -> None:
 
 
 def _check_tail(field: str, runs: SlotRuns, wanted: int) -> None:
-    """All but the first `wanted` positions are skipped."""
+    """Checks that all but the first `wanted` positions are skipped."""
     skips = np.repeat(runs.begins == SKIP, runs.lengths)
     if skips[:wanted].any() or not skips[wanted:].all():
         raise InvalidPositionMap(

@@ -67,7 +67,7 @@ def host_slots(config: WorkerConfig, layout: KVLayout, num_pages: int) -> tuple[
 
 
 def host_bytes_needed(config: WorkerConfig, layout: KVLayout, num_pages: int) -> int:
-    """The fewest host_bytes that hold a page of each layer group."""
+    """Returns the fewest host_bytes that hold a page of each layer group."""
     counts = _kept_on_host(config, layout, num_pages)
     total = sum(count * layout.page_bytes(group) for group, count in enumerate(counts))
     return config.island_ranks[config.pe] * max(-(-total // count) for count in counts if count)

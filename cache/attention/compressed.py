@@ -24,7 +24,7 @@ from tandem.cache.plan.rope import Rotation
 from tandem.cache.plan.tables import PageTables, TokenLayout
 
 Store = Callable[[int, int, Tensor, Tensor | None], None]
-"""Attention.store."""
+"""Stores entries as Attention.store does."""
 
 
 class _Group(NamedTuple):

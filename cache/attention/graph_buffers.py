@@ -251,7 +251,7 @@ def _fits(limits: Limits, groups: Sequence[GroupAttention], max_length: int) -> 
 
 
 def pad_layout(tokens: TokenLayout, sequences: int) -> TokenLayout:
-    """`sequences` more without a token."""
+    """Adds `sequences` sequences without a token."""
     return replace(tokens, qo_indptr=pad(tokens.qo_indptr, sequences, int(tokens.qo_indptr[-1])))
 
 

@@ -51,7 +51,7 @@ class Rotations:
         return self._to_groups([None if one is None else one.rotation(positions) for one in self._embeddings])
 
     def locate(self, tokens: TokenLayout) -> Tensor:
-        """int64 [T], on the device: where each token stands in its text."""
+        """Returns where each token stands in its text, int64 [T], on the device."""
         return upload([tokens.rope_positions], self.device)[0]
 
     def plan(
@@ -76,7 +76,7 @@ class Rotations:
         return [of_kinds[kind] for kind in self._of_groups]
 
     def _lengths(self, tokens: TokenLayout, rope_lengths: Int64Array | None) -> Int64Array:
-        """int64 [T]: the length by which each token is rotated."""
+        """Returns the length by which each token is rotated, int64 [T]."""
         lengths = tokens.seq_lens.astype(np.int64)
         if rope_lengths is not None:
             lengths = np.maximum(lengths, rope_lengths)

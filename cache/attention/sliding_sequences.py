@@ -229,7 +229,7 @@ class SlidingSequences:
                 )
 
     def _apply(self, slides: Slides) -> PageIds:
-        """The pages that are gone."""
+        """Applies the slides, and returns the pages that are gone."""
         table, moved = self._table, slides.moved
         table.sliding.holes[slides.rows] = slides.holes
         if moved.size == 0:

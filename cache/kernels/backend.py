@@ -57,7 +57,7 @@ class AppendThenAttend(AttentionBackend[QKV]):
     def _attend_any(
         self, plan: GroupPlan, layer: int, q: Tensor, k: Tensor | None, v: Tensor | None, sinks: Tensor | None
     ) -> Tensor:
-        """attend(), also of sequences that slide."""
+        """Attends like attend(), also for sequences that slide."""
         sliding = plan.sliding
         if sliding is None:
             return self.attend(layer, q, k, v, plan.own, sinks)

@@ -24,7 +24,7 @@ class Fp8Entries:
 
     @classmethod
     def of_group(cls, layout: KVLayout, group: int, device: torch.device) -> "Fp8Entries | None":
-        """None where a layout stores K and V as they are."""
+        """Makes the entries of a group; None where a layout stores K and V as they are."""
         if layout.scales is None:
             return None
         members, given = layout.groups[group], layout.scales
@@ -43,7 +43,7 @@ class Fp8Entries:
         )
 
     def dequantise(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """k and v of entries [n, num_kv_heads, head_dim]."""
+        """Returns k and v of entries [n, num_kv_heads, head_dim]."""
         k_factors, v_factors = self.scales[layer].unsqueeze(-1)
         return (k.float() * k_factors).to(self.dtype), (v.float() * v_factors).to(self.dtype)
 

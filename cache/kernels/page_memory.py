@@ -24,7 +24,7 @@ class PageOperations(ABC):
         self._pages = _widened(pool)
 
     def copy_pages(self, sources: Int32Array, targets: Int32Array) -> None:
-        """All layers of pages sources[i] to targets[i], int32 [n] each."""
+        """Copies all layers of pages sources[i] to targets[i], int32 [n] each."""
         source, target = upload([sources.astype(np.int64), targets.astype(np.int64)], self._words.device)
         self._pages.index_copy_(0, target, self._pages.index_select(0, source))
 

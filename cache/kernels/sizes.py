@@ -2,7 +2,7 @@
 
 
 def cdiv(size: int, part: int) -> int:
-    """How many parts hold `size`."""
+    """Returns the number of parts that hold `size`."""
     return -(-size // part)
 
 

@@ -52,7 +52,7 @@ class CopiedStaging:
             self._copied.record()
 
     def fetch(self, num_bytes: int) -> None:
-        """send() copied them."""
+        """Copies to the fixed addresses what send() has copied."""
 
 
 class FixedArrays:
@@ -82,7 +82,7 @@ class FixedArrays:
         self._staging.open()
 
     def prepare(self, arrays: Sequence[NDArray[Any]]) -> None:
-        """fill() up to its last part, send()."""
+        """Does what fill() does before its last part, send()."""
         self._staging.open()
         self.put(0, arrays)
         last = len(arrays) - 1

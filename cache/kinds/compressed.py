@@ -68,7 +68,7 @@ class Beside(ServedKind):
             raise InvalidArgument(f"top_k of group {index} is {self.top_k}, but its layers have no compressed KV")
 
     def check_rope(self, rotary_dim: int) -> None:
-        """Entries are stored as they are."""
+        """Accepts any RoPE: entries are stored as they are."""
 
     def backend(self, site: Site) -> EntryBackend:
         return TorchEntryKernels(site.pool)
@@ -80,7 +80,7 @@ class Beside(ServedKind):
             check_tensor(name, tensor, (num_tokens, self.num_kv_heads, self.head_dim), site.pool.dtype, site.device)
 
     def check_gpu(self, index: int, layout: KVLayout, heads: LatentHeads | None) -> None:
-        """Entries that nobody compresses are torch's, which takes all."""
+        """Checks groups with a compressor. Other entries are torch's, which accepts all."""
         if any(index in (of.entries, of.keys) for of in compressed_groups(layout).values()):
             check_shared_dim("head_dim" if self.top_k is None else "index_head_dim", self.head_dim)
 

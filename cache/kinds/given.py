@@ -20,7 +20,7 @@ class GivenKV(KV):
     no_sliding = "an encoder's entries"
 
     def check(self, index: int, groups: Sequence[LayerGroup], page_size: int) -> None:
-        """Groups that keep their own K and V come first."""
+        """Checks that groups that keep their own K and V come first."""
         super().check(index, groups, page_size)
         layers = sorted({layer for group in groups if group.keeps.given for layer in group.layers})
         beside = [at for at, group in enumerate(groups) if not group.kind.attended]

@@ -52,7 +52,7 @@ class Latent(ServedKind):
             raise InvalidArgument(f"group {index} has rank {self.rank}; 1 … {self.head_dim - 1} are accepted")
 
     def backend(self, site: Site) -> LatentBackend:
-        """FlashInfer's for 16 bits on a GPU, else torch's."""
+        """Makes FlashInfer's backend for 16 bits on a GPU, else torch's."""
         heads = self._heads(site)
         scale, top_k = site.heads.scale_of(heads.key_dim + self.rotated), top_k_beside(site.layout, site.index)
         if site.device.type == "cuda" and site.dtype != torch.float32:

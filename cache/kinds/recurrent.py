@@ -51,7 +51,7 @@ class Recurrent(ServedKind):
         return Recurrent(self.shape.undivided(shard, self.sharers))
 
     def check(self, index: int, groups: Sequence[LayerGroup], page_size: int) -> None:
-        """Other groups come first, and keep no encoder's entries."""
+        """Checks that other groups come first, and keep no encoder's entries."""
         sizes = asdict(self.shape)
         for name, value in sizes.items():
             integer(f"{name} of group {index}", value, least=1)
@@ -69,7 +69,7 @@ class Recurrent(ServedKind):
         super().check(index, groups, page_size)
 
     def check_rope(self, rotary_dim: int) -> None:
-        """Nothing is rotated."""
+        """Accepts any RoPE: nothing is rotated."""
 
     def backend(self, site: Site) -> AttentionBackend[RecurrentInputs]:
         if site.device.type != "cuda":

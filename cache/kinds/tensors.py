@@ -1,4 +1,4 @@
-"""Tensors that callers give, checked before a kernel sees them."""
+"""Checks tensors that callers give, before a kernel sees them."""
 
 import torch
 from torch import Tensor

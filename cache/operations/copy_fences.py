@@ -54,7 +54,7 @@ class CopyFences:
         return self.pools.copies.is_past(int(self.table.arriving[row]))
 
     def arrive(self, row: int) -> None:
-        """A row has got pages that may be on their way up."""
+        """Notes that a row has got pages that may still be copied up."""
         copies = self.pools.copies
         if copies.pending:
             pages = enumerate(self.table.held_pages(row))

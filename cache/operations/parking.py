@@ -86,7 +86,7 @@ class ParkingCalls(Parts):
         return pages
 
     def drop_parked(self, sequence: int) -> None:
-        """The store forgets a sequence. Idempotent."""
+        """Makes the store forget a sequence. Idempotent."""
         if self._parked is not None:
             self._parked.drop(sequence)
             self._parked_rows.pop(sequence, None)

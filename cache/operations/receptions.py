@@ -95,7 +95,7 @@ class Receptions:
         return any(group.paging.ends_in_page(length) for group in self.table.groups if not group.paging.whole)
 
     def finish(self, sequence: int) -> None:
-        """The writer is quiet. Idempotent."""
+        """Ends a reception, once the writer is quiet. Idempotent."""
         pages = self.incoming.pop(sequence, None)
         if pages is None:
             return

@@ -257,7 +257,7 @@ class SequenceCalls(Parts):
 
     @property
     def pages(self) -> PageCounts:
-        """How many there are."""
+        """The numbers of pages."""
         pools, together, paging = self._pools, self.layout.pages_together, self.layout.paging
         by_positions = [(group, times) for group, times in enumerate(together) if not paging[group].whole]
         total, free = (

@@ -70,7 +70,7 @@ class PageAllocator:
         return pages
 
     def retain(self, pages: Int32Array) -> None:
-        """One more reference for each of `pages`, which must have one."""
+        """Adds a reference to each of `pages`, which must have one."""
         self._raise(self._references, pages, "retained")
 
     def release(self, pages: Int32Array) -> None:
@@ -78,7 +78,7 @@ class PageAllocator:
         self._lower(pages, "released", of_writers=False)
 
     def count_freed(self, pages: Int32Array) -> int:
-        """How many pages release(pages) would make free."""
+        """Returns how many pages release(pages) would make free."""
         ids, times = np.unique(pages, return_counts=True)
         return int(np.count_nonzero((self._references[ids] == times) & (self._writers[ids] == 0)))
 
@@ -158,7 +158,7 @@ class PageAllocator:
 
 @cache
 def load_page_counts() -> ctypes.PyDLL | None:
-    """page_counts.c, None where it cannot be built."""
+    """Loads page_counts.c; None where it cannot be built."""
     library = load_short_calls(SOURCE)
     if library is not None:
         library.take_run.argtypes = (POINTER, INT32, INT32, POINTER, POINTER)

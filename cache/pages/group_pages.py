@@ -236,7 +236,7 @@ class GroupPages:
         return Ownership(shared, end, shared.size + max(end - held, 0))
 
     def own(self, row: int, ownership: Ownership, pages: Int32Array) -> None:
-        """Carries an ownership out with its num_pages pages."""
+        """Gives a row the pages of an ownership, num_pages of them new."""
         table, shared = self.table, ownership.shared
         added = pages.size - shared.size
         held = int(table.ends[row])
@@ -331,7 +331,7 @@ class GroupPages:
         return begin + np.flatnonzero(self.users.are_shared(self.table.pages[row, begin:end]))
 
     def _replace(self, rows: Int64Array, page_indexes: Int64Array, copies: Int32Array) -> None:
-        """Puts copies in the stead of shared pages."""
+        """Replaces shared pages by copies."""
         if copies.size == 0:
             return
         old = self.table.pages[rows, page_indexes]

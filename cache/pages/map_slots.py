@@ -22,7 +22,7 @@ class MapSlots:
         self._end = 0  # of what was ever put since the last move
 
     def put(self, row: int, position_map: PositionMap) -> None:
-        """Replaces the map that the row has."""
+        """Puts a map in place of the row's last one."""
         self.counts[row] = 0
         if self._end + position_map.num_tokens > self.slots.shape[1]:
             self._move(position_map.num_tokens)

@@ -40,7 +40,7 @@ class PagePools:
         self.num_skipped = 0
         """Prompts whose pages in the store would have cost more than computing them."""
         self.num_unread = 0
-        """Times that below() found a disk too slow."""
+        """The number of times that below() found a disk too slow."""
         self._page_size = page_size
         self.copies = NO_COPIES
         """The copies between the pools and the store of evicted pages."""
@@ -180,7 +180,7 @@ class PagePools:
             users.retain(ids)
 
     def release(self, pages: PageIds) -> None:
-        """One sequence less uses `pages`."""
+        """Ends one sequence's use of `pages`."""
         for users, ids in zip(self.users, pages, strict=True):
             users.release(ids)
 

@@ -37,7 +37,7 @@ class PageUsers:
         self.allocator.retain(pages)
 
     def release(self, pages: Int32Array) -> None:
-        """One sequence less uses each of `pages`."""
+        """Ends one sequence's use of each of `pages`."""
         settled = self.num_settled(pages)
         self.allocator.release(pages)
         self.num_owed -= settled
@@ -51,5 +51,5 @@ class PageUsers:
         return int(np.minimum(others, times).sum())
 
     def _counts(self, pages: Int32Array, indexed: NDArray[np.bool_]) -> Int32Array:
-        """int32 [n]: by how many sequences each of `pages` is used."""
+        """Returns how many sequences use each of `pages`, int32 [n]."""
         return self.allocator.references[pages] - indexed[pages]

@@ -47,7 +47,7 @@ class IndexedPages:
         self.num_dropped = 0
 
     def unused(self) -> NDArray[np.bool_]:
-        """bool [num_pages]: those that no sequence uses."""
+        """Returns the pages that no sequence uses, bool [num_pages]."""
         return self.indexed & (self.allocator.references == 1)
 
     def drop(self, pages: Int32Array) -> None:
@@ -299,11 +299,11 @@ class PrefixIndex:
         self._drop(np.fromiter(self._digests, np.int64, len(self._digests)))
 
     def _entries_of(self, digests: Sequence[bytes]) -> Int64Array:
-        """int64 [n]; NO_PAGE where there is none."""
+        """Returns the digests' entries, int64 [n]; NO_PAGE where there is none."""
         return np.array([self._entries.get(digest, NO_PAGE) for digest in digests], np.int64)
 
     def _pages_of(self, digests: Sequence[bytes]) -> Int32Array:
-        """int32 [groups, n]; NO_PAGE where there is none."""
+        """Returns the digests' pages, int32 [groups, n]; NO_PAGE where there is none."""
         entries = self._entries_of(digests)
         return np.where(entries == NO_PAGE, np.int32(NO_PAGE), self._pages[:, entries])
 
@@ -311,7 +311,7 @@ class PrefixIndex:
         return digest in self._entries or (self.store is not None and self.store.has(digest))
 
     def _put_down(self, group: int, pages: Int32Array) -> None:
-        """Pages of a group that the index is about to drop."""
+        """Gives the store pages of a group that the index is about to drop."""
         if self.store is None or not pages.size:
             return
         of = self._groups[group]

@@ -92,7 +92,7 @@ class SendMarks:
         return Sent(rows, self._serials[rows], ends)
 
     def commit(self, sent: Sent | None) -> None:
-        """This has been issued; None: nothing."""
+        """Counts as issued what was sent; None: nothing."""
         if sent is None:
             return
         same = self._serials[sent.rows] == sent.serials

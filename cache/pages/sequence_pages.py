@@ -66,7 +66,7 @@ class SequencePages:
         )
 
     def open(self, row: int) -> None:
-        """A row was added, which is empty."""
+        """Opens an empty row."""
         for group in self._groups if self._table.borders[row] else ():
             group.open(row)
 
@@ -329,7 +329,7 @@ class SequencePages:
         self._table.lengths[row] = length
 
     def drop(self, row: int) -> None:
-        """Releases what a row holds that goes: its snapshots, too."""
+        """Releases what a removed row holds, also its snapshots."""
         self._pools.release(self._table.held_pages(row))
         for snapshots in self.snapshots:
             if snapshots is not None:

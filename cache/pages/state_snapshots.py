@@ -60,7 +60,7 @@ class StateSnapshots:
         return self._pools.prefixes.num_dropped[self._group]
 
     def fall_behind(self, rows: Int64Array, lengths: Int64Array) -> None:
-        """Rows of `lengths`, int64 [B] both, grow without their states."""
+        """Notes that rows of `lengths`, int64 [B] both, grow without states."""
         for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
             self._behind.setdefault(row, length)
 
@@ -142,7 +142,7 @@ class StateSnapshots:
         self._remembered.setdefault(row, []).extend(one for one in given if indexed[one.page])
 
     def found(self, row: int, position: int, page: int) -> None:
-        """A row begins with the state in a page of the prefix index."""
+        """Notes that a row begins with the state in a page of the index."""
         self._remembered[row] = [self._snapshot(position, page)]
 
     def fork(self, parent: int, child: int, length: int) -> None:
@@ -150,7 +150,7 @@ class StateSnapshots:
         self._remembered[child] = [one for one in self._remembered.get(parent, ()) if one.position <= length]
 
     def cut(self, row: int, length: int) -> None:
-        """Positions of a row from `length` on are taken back."""
+        """Forgets snapshots of positions from `length` on of a row."""
         if self._behind.get(row, length) >= length:
             self._behind.pop(row, None)
         if row in self._before and self._before[row].position > length:
@@ -160,7 +160,7 @@ class StateSnapshots:
         self._remembered[row] = [one for one in remembered if one.position <= length]
 
     def drop(self, row: int) -> None:
-        """A row goes."""
+        """Releases the snapshots of a row that goes."""
         self._release(row, self._held.get(row, []))
         for by_row in (self._held, self._before, self._behind):
             by_row.pop(row, None)

@@ -92,7 +92,7 @@ class StepGrowth:
     def load(
         cls, tables: Sequence[GroupTable], keeps: Sequence[Span], grain: int, reserved: Int64Array
     ) -> "StepGrowth | None":
-        """None where C cannot be built."""
+        """Loads the C code; None where it cannot be built."""
         library = load_short_calls(SOURCE)
         return None if library is None else cls(library, tables, keeps, grain, reserved)
 

@@ -20,11 +20,11 @@ class HeadNorm:
     normalize: Callable[[Tensor, Tensor, float], Tensor]
 
     def apply(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q [T, Hq, D] and k [T, Hkv, D] normed, both new."""
+        """Norms q [T, Hq, D] and k [T, Hkv, D]; both results are new."""
         both = self.normalize(join_heads(q, k), self.weight, self.eps)
         normed_q, normed_k = both.split_with_sizes((q.shape[1], k.shape[1]), 1)
         return normed_q, normed_k
 
     def apply_to_queries(self, q: Tensor) -> Tensor:
-        """q [T, Hq, D] normed, new."""
+        """Norms q [T, Hq, D]; the result is new."""
         return self.normalize(q, self.weight[: q.shape[1]], self.eps)

@@ -59,7 +59,7 @@ def num_snapshots(layout: KVLayout, num_pages: int, uses: Sequence[PageUse], sha
 
 
 def _num_states(num_pages: int, uses: Sequence[PageUse]) -> int:
-    """One for each sequence, which has a page at least."""
+    """Returns the number of states: one for each sequence that has a page."""
     return min(num_pages, sum(use.sequences for use in uses))
 
 

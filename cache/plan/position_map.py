@@ -47,7 +47,7 @@ class SlotRuns:
 
     @classmethod
     def from_slots(cls, slots: Iterable[int] | Int32Array) -> "SlotRuns":
-        """The fewest runs that stand for `slots` (int32 [num_tokens])."""
+        """Makes the fewest runs that stand for `slots` (int32 [num_tokens])."""
         array = np.asarray(slots, dtype=np.int32)
         if array.size == 0:
             return cls(np.empty(0, np.int32), np.empty(0, np.int32))

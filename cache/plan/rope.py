@@ -131,7 +131,7 @@ class Rotation:
         return rotated if head is x else torch.cat((rotated, x[..., size:]), -1)
 
     def apply_both(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """q and k rotated in one go."""
+        """Rotates q and k in one go."""
         rotated_q, rotated_k = self.apply(join_heads(q, k)).split_with_sizes((q.shape[1], k.shape[1]), 1)
         return rotated_q, rotated_k
 
@@ -213,7 +213,7 @@ class RotaryEmbedding:
         return angles.cos() * self._scale, angles.sin() * self._scale
 
     def _factors(self, positions: Tensor, rope_lengths: Tensor) -> Tensor:
-        """[T, 2, rotary_dim]: cos and signed sin."""
+        """Returns cos and signed sin, [T, 2, rotary_dim]."""
         cos, sin = self.cos_sin(positions, rope_lengths)
         sin[:, : sin.shape[1] // 2].neg_()
         return torch.stack((cos, sin), 1).to(self._dtype)

@@ -49,7 +49,7 @@ class Shard:
         return max(1, self.size // heads)
 
     def kv_heads(self, name: str, heads: int) -> range:
-        """This rank's of `heads` KV heads: one at least. See replicas()."""
+        """Returns this rank's part of `heads` KV heads, at least one. See replicas()."""
         each = max(1, heads // self.size)
         first = self.rank // self.replicas(name, heads) * each
         return range(first, first + each)

@@ -65,7 +65,7 @@ class Span(ABC):
         return self.first_needed(queries - queries % (grain or page_size)) // page_size
 
     def first_page_index(self, query: int, page_size: int, grain: int | None = None) -> int:
-        """first_pages() of one query."""
+        """Computes first_pages() for one query."""
         return int(self.first_pages(np.array(query), page_size, grain))
 
 

@@ -40,7 +40,7 @@ class TokenTrees:
     masks: Masks
 
     def masks_in(self, window: int | None) -> Masks:
-        """masks in layers with this window."""
+        """Returns the masks in layers with this window."""
         if window is None or int(self.depths.max()) < window:
             return self.masks
         return visible_nodes(self.parents, window)[_new_nodes(self.sizes, self.counts)]
@@ -65,7 +65,7 @@ def extend_tree(parents: Int64Array, more: Int64Array, name: str) -> Int64Array:
 
 
 def path_to(parents: Int64Array, leaf: int) -> Int64Array:
-    """int64: the nodes from a root to `leaf`; none for −1."""
+    """Returns the nodes from a root to `leaf`, int64; none for −1."""
     path = []
     while leaf >= 0:
         path.append(leaf)
@@ -112,6 +112,6 @@ def _new_nodes(sizes: NDArray[np.int32], counts: Int64Array) -> Int64Array:
 
 
 def unpack_masks(masks: Masks, num_nodes: int) -> NDArray[np.bool_]:
-    """bool [n, num_nodes]."""
+    """Unpacks masks to bool [n, num_nodes]."""
     octets = masks.astype("<u4", copy=False).view(np.uint8)
     return np.unpackbits(octets, axis=1, count=num_nodes, bitorder="little").view(np.bool_)

@@ -50,11 +50,11 @@ class Exchange:
             raise TransportTimeout(f"the connection of PE {link.peer.pe} did not end within {END_SECONDS:g} s")
 
     def wake(self) -> None:
-        """Something was given to a peer."""
+        """Wakes the thread, because a peer was given something."""
         self._due.set()
 
     def close(self) -> None:
-        """No write of ours is under way any more. TransportTimeout."""
+        """Waits until no write of this PE is under way. TransportTimeout."""
         self._ended = True
         self._due.set()
         self._thread.join(END_SECONDS)
@@ -124,7 +124,7 @@ class Exchange:
         return bool(arrived)
 
     def _take(self, peer: Peer, note: Note, number: int) -> None:
-        """TransportError for a note that no PE sends then."""
+        """Takes a note. TransportError for a note that no PE sends then."""
         memory = self._memory
         if note.kind == Kind.LANDED:
             with peer.lock:
@@ -175,7 +175,7 @@ class Exchange:
         return moved
 
     def _begin(self, link: Link, item: Item) -> Any:
-        """A handle of the write that is under way; None without one."""
+        """Begins a write, and returns its handle; None without a write."""
         if item.source is None or item.target is None or link.remote is None:
             return None
         agent = link.agent

@@ -41,7 +41,7 @@ class NixlMemory(PageMemory):
         )
 
     def count_of(self, kind: Kind, group: int, region: Region | None) -> int:
-        """How many slots or tokens go into a slot of a ring."""
+        """Returns how many slots or tokens fit into a slot of a ring."""
         return min(MAX_COUNT, max(1, STAGED_BYTES // entry_bytes(self.layout, kind, group, region)))
 
     def stage(

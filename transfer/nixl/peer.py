@@ -87,7 +87,7 @@ class Peer:
         self._staged = 0
 
     def give(self, item: Item) -> None:
-        """PeerGone after a loss."""
+        """Queues an item. PeerGone after a loss."""
         with self.lock:
             self.check()
             self.given += 1
@@ -111,7 +111,7 @@ class Peer:
             return slot
 
     def check(self) -> None:
-        """PeerGone after a loss. The caller has the lock."""
+        """Raises PeerGone after a loss. The caller has the lock."""
         if self.failure:
             raise PeerGone(f"PE {self.pe}: {self.failure}")
 
@@ -131,7 +131,7 @@ class Peer:
 
 
 class NixlFence:
-    """Items and notes that were given to a peer."""
+    """A fence after items and notes that were given to a peer."""
 
     def __init__(self, peer: Peer) -> None:
         self.peer = peer

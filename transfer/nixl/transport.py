@@ -260,7 +260,7 @@ class NixlTransport(Transport):
         return self._peers[pe]
 
     def _remote(self, pe: int) -> Remote:
-        """PeerGone where nobody has the PE's place."""
+        """Returns the peer's addresses. PeerGone where nobody has its place."""
         peer = self._peers[pe]
         with peer.lock:
             peer.check()
@@ -269,7 +269,7 @@ class NixlTransport(Transport):
         return remote
 
     def _offer_to(self, pe: int) -> Link:
-        """TransportError where there is none, or none any more."""
+        """Returns the link of an offer. TransportError where there is none."""
         if (link := self._offers.get(pe)) is None:
             raise TransportError(f"PE {pe} has no offer of PE {self.pe}: it was taken back, or was never made")
         return link
@@ -344,7 +344,7 @@ class NixlTransport(Transport):
         self._give(pe, Item(self._mark(), own.slot_span(pe, slot, size), target, note))
 
     def _mark(self) -> "torch.cuda.Event | None":
-        """Comes after what is on the current stream of a GPU."""
+        """Records an event after the current stream of a GPU."""
         if self._own.device is None:
             return None
         event = torch.cuda.Event()
@@ -376,7 +376,7 @@ def _spans(plan: CopyPlan, source: int, target: int, page_bytes: int) -> tuple[n
 
 
 def _cut(spans: np.ndarray, page_bytes: int) -> np.ndarray:
-    """A span a page."""
+    """Cuts spans into one for each page."""
     pages = spans[:, 1] // page_bytes
     number = np.arange(pages.sum()) - np.repeat(np.cumsum(pages) - pages, pages)
     address = np.repeat(spans[:, 0], pages) + number * page_bytes

@@ -325,7 +325,7 @@ class NvshmemTransport(Transport):
         return [[(count, *one.page_shape(group)) for group, count in enumerate(self.num_pages)] for one in layouts]
 
     def _shaped(self, pe: int, memory: Sequence[Tensor]) -> list[Tensor]:
-        """A PE's pools in its memory, which may be larger."""
+        """Views a PE's memory, which may be larger, as its pools."""
         return [one[: math.prod(shape)].view(shape) for one, shape in zip(memory, self._shapes[pe], strict=False)]
 
     def _load_puts(self) -> DevicePuts:

@@ -98,7 +98,7 @@ class Listener:
                 raise TransportTimeout(f"a connection of PE {self._config.pe} did not end within {END_SECONDS:g} s")
 
     def forget(self, pe: int) -> None:
-        """No connection of that PE is accepted any more."""
+        """Stops accepting connections of that PE."""
         with self._lock:
             self._expected.discard(pe)
             self._accepted = {one for one in self._accepted if one[0] != pe}

@@ -99,7 +99,7 @@ def _pages_frame(runs: list[tuple[int, int, int]], group: int, page_bytes: int, 
 
 
 def staged_frame(kind: Kind, group: int, layer: int, slots: Int32Array, values: list[memoryview]) -> Frame:
-    """Slots or tokens, whose bytes are the frame's own."""
+    """Makes a frame of slots or tokens, whose bytes are the frame's own."""
     head = HEADER.pack(kind, group, layer, slots.size) + slots.astype("<i4").tobytes()
     num_bytes = len(head) + sum(map(len, values))
     return Frame([head, *values], num_bytes, num_bytes)
@@ -131,7 +131,7 @@ def read_header(data: bytes, layout: KVLayout, regions: Regions | None = None) -
 
 
 def read_signal(data: bytes, num_signals: int) -> SignalFrame:
-    """TransportError unless a PE could have sent it."""
+    """Reads a signal. TransportError unless a PE could have sent it."""
     number, row, signal, payload, *counts = SIGNAL.unpack(data)
     if number not in (Kind.POST, Kind.LANDED):
         raise TransportError(f"a signal frame has kind {number}; it must be one of post and landed")

@@ -47,7 +47,7 @@ class PageMemory:
         return (pages[begin * size : (begin + length) * size] for begin, length in runs.tolist())
 
     def check_slots(self, group: int, slots: NDArray[np.int32]) -> None:
-        """TransportError if one is outside."""
+        """Raises TransportError if a slot is outside."""
         try:
             check_slots("slots", slots, self._num_pages[group] * self.layout.paging[group].entries)
         except ValueError as error:
@@ -74,7 +74,7 @@ class PageMemory:
             self._mailbox[row] = (signal, payload)
 
     def mailbox(self) -> Int64Array:
-        """A copy."""
+        """Returns a copy."""
         with self._mail:
             return self._mailbox.copy()
 

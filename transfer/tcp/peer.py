@@ -53,7 +53,7 @@ class Peer:
                 self.progress.notify_all()
 
     def check(self) -> None:
-        """PeerGone after a loss. The caller has the lock."""
+        """Raises PeerGone after a loss. The caller has the lock."""
         if self.failure:
             raise PeerGone(f"PE {self.pe}: {self.failure}")
 

@@ -97,7 +97,7 @@ class Sender:
                 peer.fail(f"the connection to it is lost: {error}")
 
     def _send_signals(self, connection: socket.socket) -> None:
-        """Posts, and what has landed here since it was last said."""
+        """Sends posts, and what has landed here since the last report."""
         peer, said = self.peer, (0,) * (DATA_CONNECTIONS + 1)
         with closing(connection):
             try:

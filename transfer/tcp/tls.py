@@ -22,7 +22,7 @@ def context(endpoint: Endpoint, *, server: bool) -> ssl.SSLContext | None:
 
 
 def _load(made: ssl.SSLContext, chain: bytes) -> None:
-    """ssl reads files only; this one has no name and lies in memory."""
+    """Loads a chain. ssl reads files only; this file is nameless, in memory."""
     fd = os.memfd_create("tandem-pem", os.MFD_CLOEXEC)
     try:
         with open(fd, "wb", closefd=False) as file:

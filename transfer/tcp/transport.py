@@ -60,7 +60,7 @@ NAME = "tcp"
 
 
 class CountFence:
-    """Frames and posts that were given to a peer's connections."""
+    """A fence after frames and posts that were given to a peer."""
 
     def __init__(self, peer: Peer) -> None:
         self.peer = peer
@@ -84,7 +84,7 @@ class Offer:
     sender: Sender | None = None
 
     def end(self) -> None:
-        """Nothing of that process lands any more."""
+        """Ends the offer. When it returns, no write of that process lands."""
         self.peer.end("its offer was taken back", END_SECONDS)
         self.listener.close()
         if self.sender is not None:
@@ -298,13 +298,13 @@ class TcpTransport(Transport):
         return self._peers[pe]
 
     def _offer_to(self, pe: int) -> Offer:
-        """TransportError where there is none, or none any more."""
+        """Returns an offer. TransportError where there is none, or none any more."""
         if (offer := self._offers.get(pe)) is None:
             raise TransportError(f"PE {pe} has no offer of PE {self.pe}: it was taken back, or was never made")
         return offer
 
     def _sender(self, pe: int) -> Sender:
-        """PeerGone where nobody has the PE's place."""
+        """Returns a sender. PeerGone where nobody has the PE's place."""
         if pe not in self._senders:
             with self._peers[pe].lock:
                 self._peers[pe].check()
@@ -318,7 +318,7 @@ class TcpTransport(Transport):
         return make_handle(NAME, self.config, {"host": host, "port": port, "token": token.hex()})
 
     def _connections(self, peer: Peer, detail: Detail) -> list[socket]:
-        """All to one peer. On an error none is left."""
+        """Opens all connections to one peer. On an error none is left."""
         opened: list[socket] = []
         try:
             for number in range(DATA_CONNECTIONS + 1):

@@ -85,7 +85,7 @@ class Fields:
         return value
 
     def integers(self, name: str, what: str = "token id") -> tuple[int, ...]:
-        """One integer or a list of them; () when absent."""
+        """Returns one integer or a list of them; () when absent."""
         value = self._values.get(name)
         if value is None:
             return ()
@@ -103,7 +103,7 @@ class Fields:
         return tuple(float(value) for value in values)
 
     def section(self, name: str) -> "Fields":
-        """A nested object, empty when absent."""
+        """Returns a nested object, empty when absent."""
         value = self._values.get(name)
         if value is None:
             return Fields({}, f"{self.source}: {name}")

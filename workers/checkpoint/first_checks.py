@@ -33,7 +33,7 @@ def first_checks(folder: Path, *, has_weights: bool) -> int | None:
 
 
 def _max_length(fields: Fields) -> int | None:
-    """None where RoPE may stretch max_position_embeddings."""
+    """Returns the length; None where RoPE may stretch it."""
     for name in ("rope_scaling", "rope_parameters"):
         rope = fields.section(name)
         if (rope.raw("rope_type") or rope.raw("type") or "default") not in UNSTRETCHED:

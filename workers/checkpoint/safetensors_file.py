@@ -147,7 +147,7 @@ class SafetensorsFile:
         return tensors
 
     def _check_spans(self, tensors: dict[str, StoredTensor], size: int) -> None:
-        """No tensor ends after the file, and no two share bytes."""
+        """Checks that no tensor ends after the file, and no two share bytes."""
         end, before = 0, ""
         for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].num_bytes)):
             if tensor.num_bytes and tensor.begin < end:
@@ -194,7 +194,7 @@ class TensorPart:
 
 
 def new_staging(device: torch.device | str) -> Tensor:
-    """Room for any part that goes to that device."""
+    """Allocates room for any part that goes to that device."""
     return torch.empty(PART_BYTES, dtype=torch.uint8, pin_memory=torch.device(device).type == "cuda")
 
 

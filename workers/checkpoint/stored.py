@@ -73,7 +73,7 @@ class Plain:
 
 
 def read_bytes(file: SafetensorsFile, offset: int, count: int) -> Tensor:
-    """uint8 [count], of any file's bytes."""
+    """Reads uint8 [count], any bytes of a file."""
     target = torch.empty(count, dtype=torch.uint8)
     file.read(offset, target)
     return target

@@ -126,7 +126,7 @@ def _has_done(state: RankState, messages: int) -> bool:
 
 
 class LeadingEngine(WatchedEngine):
-    """A poll counts once it is so on each rank."""
+    """The leader's engine. A poll counts once all ranks agree."""
 
     def __init__(
         self,
@@ -166,7 +166,7 @@ class LeadingEngine(WatchedEngine):
         return found._replace(bytes_sent=found.bytes_sent * self._token_bytes // self.layout.token_bytes)
 
     def digest(self, sequence: int, begin: int, end: int, sliding: tuple[int, int] | None = None) -> int:
-        """Within an action the followers do it, too."""
+        """Computes a digest. Within an action the followers do it, too."""
         if not self._leader.acting:
             self._leader.tell(DIGEST, (sequence, begin, end, sliding))
         return super().digest(sequence, begin, end, sliding)
@@ -175,7 +175,7 @@ class LeadingEngine(WatchedEngine):
         return self.mark(copies=True) if self.lets_go or self._cache.page_store is not None else None
 
     def mark(self, *, copies: bool = False) -> Callable[[], bool]:
-        """Followers look at their copies in any case."""
+        """Marks the device's queue. Followers look at their copies in any case."""
         own = super().mark(copies=copies)
         self._marks += 1
         self._leader.tell(MARK)

@@ -52,7 +52,7 @@ class DrainingWrites:
         return False
 
     def finish(self) -> None:
-        """All is quiet: the callers that still wait get their answers."""
+        """Answers the callers that still wait, once all writes are quiet."""
         if not self.overdue:
             if self._error is None:
                 self.request.result.set_result(self.request.completed())

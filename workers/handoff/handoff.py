@@ -102,7 +102,7 @@ class Handoff:
         return request.lease
 
     def find(self, request_id: str) -> PrefillRequest | None:
-        """A request whose writes are not known to be quiet."""
+        """Returns a request whose writes are not known to be quiet."""
         return self._requests.get(request_id)
 
     def part(self, pe: int, error: Exception, stop: Stop) -> None:
@@ -113,7 +113,7 @@ class Handoff:
         self._grants.forget(pe)
 
     def refuse(self, request_id: str) -> None:
-        """The request was aborted, even if it is yet to arrive."""
+        """Aborts a request, even if it is yet to arrive."""
         self._ended.abort(request_id)
 
     def release(self, prefix: str) -> list[str]:
@@ -135,7 +135,7 @@ class Handoff:
             self.settle()
 
     def post(self, request: PrefillRequest, row: int) -> Post:
-        """The completion signal, which carries the first token."""
+        """Makes the completion signal, which carries the first token."""
         reservation, digest = request.reservation, None
         if self._verify:
             slides = None if reservation.wire_map is None else reservation.wire_map.sliding
@@ -164,7 +164,7 @@ class Handoff:
         request.result.set_exception(error)
 
     def settle(self) -> None:
-        """Lets go of the requests whose writes are quiet by now."""
+        """Forgets the requests whose writes are quiet by now."""
         for request_id, draining in list(self._draining.items()):
             if draining.is_quiet():
                 del self._draining[request_id]
@@ -233,7 +233,7 @@ class Handoff:
 
 
 def settled(answer: bool) -> "Future[bool]":
-    """A future that has ended."""
+    """Makes a future that has ended."""
     future: Future[bool] = Future()
     future.set_result(answer)
     return future

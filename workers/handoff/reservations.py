@@ -84,7 +84,7 @@ class Reservations:
         self._refused: tuple[str, ...] = ()  # prefixes, one for each gateway that was lost
 
     def __len__(self) -> int:
-        """Requests between reservation and last token."""
+        """Counts requests between reservation and last token."""
         return len(self._requests)
 
     def get(self, request_id: str) -> DecodeRequest | None:
@@ -364,7 +364,7 @@ class Reservations:
         )
 
     def _settle(self, request: DecodeRequest) -> None:
-        """No write for this request can come any more."""
+        """Settles a request for which no write can come any more."""
         if not request.received:
             assert request.signal is not None
             request.received = True

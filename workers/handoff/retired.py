@@ -43,7 +43,7 @@ class RetiredSequences:
         return past
 
     def settle(self) -> None:
-        """Does what nothing that runs stands against any more."""
+        """Runs the actions that no work on the device blocks any more."""
         while self._waiting and self._waiting[0][0]():
             self._waiting.popleft()[1]()
 

@@ -28,7 +28,7 @@ class LayerKernels(Protocol):
         ...
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) · up [T, I] of gate_up [T, 2·I], gate first."""
+        """Returns silu(gate) · up [T, I] of gate_up [T, 2·I], gate first."""
         ...
 
     def clamped_swiglu(self, gate_up: Tensor, *, alpha: float, limit: float) -> Tensor:
@@ -75,7 +75,7 @@ class Linear:
 
     @property
     def scaled(self) -> "ScaledLinear | None":
-        """Itself, where its weight counts times scales."""
+        """The weight with its scales, if it has any."""
         return None
 
 
@@ -100,7 +100,7 @@ class FusedGemms(Protocol):
     """
 
     def linear(self, x: Tensor, weights: Linear, norm: RmsNorm | None = None) -> Tensor:
-        """x · weightᵀ + bias [T, out]."""
+        """Returns x · weightᵀ + bias [T, out]."""
         ...
 
     def linear_silu_mul(self, x: Tensor, weights: Linear, norm: RmsNorm) -> Tensor:
@@ -108,7 +108,7 @@ class FusedGemms(Protocol):
         ...
 
     def add_linear(self, residual: Tensor, x: Tensor, weights: Linear) -> None:
-        """residual [T, out] += x · weightᵀ + bias."""
+        """Adds x · weightᵀ + bias to residual [T, out]."""
         ...
 
 

@@ -47,7 +47,7 @@ def choose_layer_kernels(device: torch.device, dtype: torch.dtype) -> LayerKerne
 
 
 def choose_delta_kernels(device: torch.device, dtype: torch.dtype) -> DeltaKernels:
-    """Triton's for 16 bits on a GPU, else torch's."""
+    """Chooses Triton's kernels for 16 bits on a GPU, else torch's."""
     if device.type != "cuda" or dtype == torch.float32:
         return TorchDelta()
     from tandem.workers.kernels.triton.delta import TritonDelta  # triton may be missing elsewhere
@@ -56,7 +56,7 @@ def choose_delta_kernels(device: torch.device, dtype: torch.dtype) -> DeltaKerne
 
 
 def choose_adapter_kernels(device: torch.device) -> AdapterKernels:
-    """Triton's on a GPU, else torch's."""
+    """Chooses Triton's kernels on a GPU, else torch's."""
     if device.type != "cuda":
         return TorchAdapters()
     from tandem.workers.kernels.triton.adapters import TritonAdapters  # triton may be missing elsewhere
@@ -101,7 +101,7 @@ def multiplies_fp8(device: torch.device, dtype: torch.dtype) -> bool:
 
 @cache
 def choose_grouped_linear(device: torch.device) -> GroupedLinear:
-    """Triton's on a GPU, else torch's."""
+    """Chooses Triton's kernel on a GPU, else torch's."""
     if device.type != "cuda":
         return grouped_linear
     from tandem.workers.kernels.triton import grouped  # triton may be missing elsewhere
@@ -120,7 +120,7 @@ def sort_by_expert(experts: Tensor, num_experts: int, rows: int) -> ExpertBlocks
 
 
 def choose_best_experts(device: torch.device) -> Callable[..., tuple[Tensor, Tensor]] | None:
-    """Triton's choose_experts() on a GPU; None: torch must do."""
+    """Chooses Triton's choose_experts() on a GPU; None: torch must do."""
     if device.type != "cuda":
         return None
     from tandem.workers.kernels.triton.routing import choose_experts  # triton may be missing elsewhere
@@ -162,7 +162,7 @@ def choose_sampler(num_rows: int, device: torch.device) -> Sampler:
 
 
 def choose_draft_kernels(device: torch.device) -> DraftKernels:
-    """Triton's on a GPU, else torch's."""
+    """Chooses Triton's kernels on a GPU, else torch's."""
     if device.type != "cuda":
         return TorchDraftKernels()
     from tandem.workers.kernels.triton.drafts import TritonDraftKernels  # triton may be missing elsewhere
@@ -171,7 +171,7 @@ def choose_draft_kernels(device: torch.device) -> DraftKernels:
 
 
 def choose_hyper_kernels(device: torch.device, num_streams: int) -> HyperKernels:
-    """Triton's for few streams on a GPU, else torch's."""
+    """Chooses Triton's kernels for few streams on a GPU, else torch's."""
     if device.type == "cuda" and num_streams <= MAX_FUSED_STREAMS:
         from tandem.workers.kernels.triton.hyper import TritonHyperKernels  # triton may be missing elsewhere
 
@@ -180,7 +180,7 @@ def choose_hyper_kernels(device: torch.device, num_streams: int) -> HyperKernels
 
 
 def choose_logits_kernels(device: torch.device) -> LogitsKernels:
-    """Triton's on a GPU, else torch's."""
+    """Chooses Triton's kernels on a GPU, else torch's."""
     if device.type != "cuda":
         return TorchLogits()
     from tandem.workers.kernels.triton.logits import TritonLogits  # triton may be missing elsewhere

@@ -52,7 +52,7 @@ def expert_blocks(experts: Tensor, num_experts: int, rows: int) -> ExpertBlocks:
 
 
 def block_bound(num_pairs: int, num_experts: int, rows: int) -> int:
-    """Blocks of `rows` pairs that may be needed."""
+    """Returns the most blocks of `rows` pairs that may be needed."""
     return min(num_pairs, num_experts) + num_pairs // rows
 
 

@@ -47,7 +47,7 @@ class PackedKernels(Protocol):
     """Products with packed weights, whose numbers are rounded to the dtype of x and summed in float32."""
 
     def linear(self, x: Tensor, weights: PackedLinear) -> Tensor:
-        """x [T, columns] → [T, rows]."""
+        """Multiplies x [T, columns] to [T, rows]."""
         ...
 
     def grouped(

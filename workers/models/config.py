@@ -200,7 +200,7 @@ class ModelConfig:
 
     @property
     def cannot_slide(self) -> str:
-        """Why its sequences cannot slide; empty where they can."""
+        """The reason why its sequences cannot slide; empty where they can."""
         if self.latent is not None and self.latent.index is not None:
             return "the model chooses positions by index keys"
         if self.compressed is not None:

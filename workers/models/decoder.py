@@ -74,7 +74,7 @@ class DecoderLayer:
 
 
 class DenseDecoder:
-    """Call forward under torch.inference_mode."""
+    """The decoder that all families share. Call forward under torch.inference_mode."""
 
     target = None  # of a model that drafts, too: what computes steps without its drafter
     follow = begin_prompts = None  # see Decoder
@@ -223,7 +223,7 @@ class DenseDecoder:
         return kernels.add_rms_norm(x, delta, self._final_norm, eps)
 
     def _cross(self, cross: CrossAttention, x: Tensor, delta: Tensor, cached: CachedAttention) -> Tensor:
-        """o of x [T, H], to which delta is added in place."""
+        """Returns o of x [T, H], to which delta is added in place."""
         return cross(self._kernels.add_rms_norm(x, delta, cross.before, self.config.rms_norm_eps), cached)
 
     def encode(self, token_ids: Tensor, lengths: Sequence[int], borders: Sequence[int], cached: EncoderStore) -> None:
@@ -236,10 +236,10 @@ class DenseDecoder:
             layer.cross.store(encoded, cached)
 
     def draft_steps(self) -> None:
-        """It has no drafter."""
+        """Returns None: it has no drafter."""
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """[T, hidden_size], a new tensor, of int64 [T]."""
+        """Embeds int64 [T] to a new tensor [T, hidden_size]."""
         x = self._embedding.look_up(token_ids)
         return x if self._embedding_scale == 1 else x.mul_(self._embedding_scale)
 

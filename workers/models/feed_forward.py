@@ -32,7 +32,7 @@ class GatedFeedForward:
         *,
         in_parts: bool = False,
     ) -> None:
-        """ranks: those that add up what each computes."""
+        """ranks: the ranks that add up their results."""
         self._gate_up = parameters.gate_up.prepare()
         self._activate = choose_activation(activation, kernels)
         self._down = prepare_summed(parameters.down, ranks)

@@ -30,7 +30,7 @@ GATED_NAMES = ExpertNames(block="mlp", router="gate", projections=("gate_proj", 
 
 @dataclass(frozen=True)
 class MoeConfig:
-    """Each token of some layers goes to some experts."""
+    """The experts of some layers, among which tokens are divided."""
 
     num_experts: int  # of all shards
     routing: Routing

@@ -79,7 +79,7 @@ class PerLayerTables:
 
 @dataclass(frozen=True, slots=True)
 class AttentionParameters:
-    """Hq heads of q and Hkv heads of k and v, of D."""
+    """The parameters of Hq heads of q and Hkv heads of k and v, of D numbers."""
 
     qkv: Weight  # [(Hq + 2·Hkv)·D, H]: the rows of q, then k, then v; a reader has those of q, v may be k
     q_norm: Tensor | None  # [D]
@@ -90,7 +90,7 @@ class AttentionParameters:
 
 @dataclass(frozen=True, slots=True)
 class IndexParameters:
-    """Hi index heads of D; Q is the number that q_up takes."""
+    """Hi index heads of D numbers; Q is the width of q_up's input."""
 
     q_up: Weight  # [Hi·D, Q]
     key: Weight  # [D, H]
@@ -100,7 +100,7 @@ class IndexParameters:
 
 @dataclass(frozen=True, slots=True)
 class LatentParameters:
-    """Hq heads that read latents."""
+    """The parameters of Hq heads that read latents."""
 
     down: Weight  # [Q + rank + rotated, H]: q's first map, or q; the latent; the key that heads share
     q_norm: Tensor | None  # [Q]; None where q has one map

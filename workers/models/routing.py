@@ -21,7 +21,7 @@ class GroupLimit:
     counted: int  # best scores of a group, whose sum is the group's score
 
     def apply(self, scores: Tensor) -> Tensor:
-        """scores [T, E] with -inf in the groups that are out."""
+        """Returns scores [T, E] with -inf in the groups that are out."""
         groups = scores.unflatten(1, (self.num_groups, -1))
         best = groups.topk(self.counted, -1).values.sum(-1).topk(self.kept, -1).indices
         out = torch.ones(groups.shape[:2], dtype=torch.bool, device=scores.device).scatter_(1, best, False)

@@ -97,7 +97,7 @@ def slices_of(name: str, weight: Tensor, config: ModelConfig, stored: tuple[int,
 
 
 def _replicas(name: str, config: ModelConfig) -> int:
-    """Ranks that have the same KV heads of the tensor's layer."""
+    """Counts ranks that have the same KV heads of the tensor's layer."""
     layer = LAYER.search(name)
     if layer is None or config.full_heads is None or "cross_attn" in name:
         return config.kv_replicas
@@ -105,7 +105,7 @@ def _replicas(name: str, config: ModelConfig) -> int:
 
 
 def _extents(last: str, config: ModelConfig) -> tuple[int, ...]:
-    """Rows that the shard holds of each tensor in a fused one."""
+    """Returns the rows that the shard holds of each tensor in a fused one."""
     if last == "gate_up_proj":
         return config.intermediate_size, config.intermediate_size
     q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim

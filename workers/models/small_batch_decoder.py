@@ -127,7 +127,7 @@ class SmallBatchDecoder:
 
     @cached_property
     def _resident(self) -> ResidentGemms | None:
-        """Made when first asked for, with all layers; may compile."""
+        """The resident GEMMs, made when first asked for; may compile."""
         config, first = self._config, self._layers[0]
         (hidden, heads), qkv = first.o.weight.shape, first.qkv.weight.shape[0]
         shape = ResidentShape(hidden, config.intermediate_size, heads, qkv, config.dtype)

@@ -262,7 +262,7 @@ def is_headless(names: Collection[str], config: ModelConfig) -> bool:
 
 
 def served_name(name: str, config: ModelConfig) -> str:
-    """How named_weights() calls a tensor of the checkpoint."""
+    """Returns the name that named_weights() gives a checkpoint's tensor."""
     prefix, stands_for = config.weight_prefix
     name = stands_for + name.removeprefix(prefix) if name.startswith(prefix) else name
     for pattern, stands_for in config.weight_renames:

@@ -48,7 +48,7 @@ def read_optional_size(fields: Fields) -> int | None:
 
 
 def read_late_windows(fields: Fields) -> Windows:
-    """Qwen's windows: use_sliding_window, and from which layer on."""
+    """Reads Qwen's windows: use_sliding_window, and the first such layer."""
     if not fields.boolean("use_sliding_window", False):
         return NO_WINDOWS
     return Windows(read_size(fields), first=fields.integer("max_window_layers", FIRST_LAYER))

@@ -1,4 +1,4 @@
-"""How often something may happen."""
+"""Limits how often something may happen."""
 
 
 class Allowance:

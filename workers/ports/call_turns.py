@@ -43,18 +43,18 @@ class CallTurns:
         self._watch: asyncio.TimerHandle | None = None
 
     def enter(self, connection: Connection) -> None:
-        """It has something to pass on. Idempotent."""
+        """Adds a connection that has something to pass on. Idempotent."""
         if connection not in self._ready and connection not in self._blocked:
             self._ready[connection] = None
             self._schedule()
 
     def leave(self, connection: Connection) -> None:
-        """It is gone."""
+        """Removes a connection that is gone."""
         self._ready.pop(connection, None)
         self._blocked.pop(connection, None)
 
     def looked(self) -> None:
-        """The server has looked at a call."""
+        """Notes that the server has looked at a call."""
         self._looks += 1
         self._ahead = max(0, self._ahead - 1)
         self._unblock()
@@ -79,7 +79,7 @@ class CallTurns:
             self._schedule()
 
     def _unblock(self) -> None:
-        """Lets as many connections begin a call as may."""
+        """Lets as many connections begin a call as the server allows."""
         free = CALLS_AHEAD - self._ahead
         if self._blocked and not free:
             self._watch = self._watch or self._loop.call_later(LOST_SECONDS, self._look_again, self._looks)
@@ -95,7 +95,7 @@ class CallTurns:
 
 
 def _first(connections: dict[Connection, None]) -> Connection:
-    """Taken out."""
+    """Takes out the first connection."""
     first = next(iter(connections))
     del connections[first]
     return first

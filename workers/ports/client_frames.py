@@ -40,7 +40,7 @@ class ClientFrames:
 
     @property
     def held(self) -> int:
-        """Bytes."""
+        """The bytes held."""
         return len(self._held)
 
     def add(self, content: bytes) -> None:

@@ -100,7 +100,7 @@ def client_host(peer: str) -> str:
 
 
 def _connected(connection: socket.socket, path: str) -> bool:
-    """False: not yet, since gRPC has many to take."""
+    """Connects. False: not yet, since gRPC has many calls to take."""
     try:
         connection.connect(path)
     except BlockingIOError:
@@ -217,7 +217,7 @@ class _Client(asyncio.Protocol):
         self.end()
 
     def answer(self, data: bytes) -> None:
-        """Passes on what gRPC says."""
+        """Passes gRPC's answer on."""
         if not self._ended:
             self.transport.write(data)
 
@@ -228,7 +228,7 @@ class _Client(asyncio.Protocol):
         self.transport.close()
 
     def end(self) -> None:
-        """Both connections, at once. Idempotent."""
+        """Ends both connections at once. Idempotent."""
         self._ended = True
         self._silence.cancel()
         self._port.leave(self)

@@ -17,7 +17,7 @@ class Identity:
     key: bytes = field(repr=False)
 
     def server_credentials(self) -> grpc.ServerCredentials:
-        """Callers have to show a certificate of the same authority."""
+        """Makes a server's credentials. Callers must show the same authority's certificate."""
         return grpc.ssl_server_credentials([(self.key, self.certificate)], self.authority, require_client_auth=True)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
@@ -25,5 +25,5 @@ class Identity:
 
 
 def bracketed(host: str) -> str:
-    """An address as it stands before a port."""
+    """Returns an address as it stands before a port."""
     return f"[{host}]" if ":" in host else host

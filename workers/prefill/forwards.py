@@ -127,7 +127,7 @@ class PromptForwards:
         posts: Sequence[Post],
         masks: Int32Array | None = None,
     ) -> PendingSamples:
-        """First tokens, see Engine.sample; sends what launch() has left."""
+        """Samples first tokens, see Engine.sample. Sends what launch() has left."""
         pending = self._engine.sample(ended.logits, sampling, positions, ended.pushes, posts, masks)
         self._count_pushed(ended.sent, self._meter.seconds - ended.seconds)
         return pending

@@ -296,7 +296,7 @@ class Prefills:
             self._arriving.append(prompt)
 
     def _forward(self, batch: StepBatch, beside: bool, forward: PromptForward | None) -> None:
-        """One chunk of each prompt."""
+        """Computes one chunk of each prompt."""
         for prompt, _ in batch.chunks:
             prompt.started = prompt.started or time.perf_counter()
         ended = self._forwards.launch(batch.chunks, alone=batch.alone, forward=forward)
@@ -338,7 +338,7 @@ class Prefills:
         self._sampling.append(Sampling(prompts, pending))
 
     def _await_first_tokens(self, prompts: Sequence[Prompt]) -> None:
-        """The host waits where the worker has nothing else to do."""
+        """Waits on the host, where the worker has nothing else to do."""
         self._await_samples()
         self._handoff.await_quiet(prompts)
 
@@ -348,7 +348,7 @@ class Prefills:
         return SampleBatch.from_params([prompt.params for prompt in prompts], rules)
 
     def _await_samples(self) -> None:
-        """Waits for the device, and all first tokens are taken."""
+        """Waits for the device, and takes all first tokens."""
         while self._sampling:
             sampling = self._sampling[0]
             while self._handoff.num_draining and not sampling.is_done:  # their callers should not wait for it
@@ -357,7 +357,7 @@ class Prefills:
             self._take(self._sampling.popleft())
 
     def _take(self, sampling: Sampling) -> None:
-        """Hands out first tokens; waits for them."""
+        """Waits for first tokens, and hands them out."""
         try:
             samples = sampling.pending.wait()
         except Exception as error:

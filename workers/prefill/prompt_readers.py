@@ -48,7 +48,7 @@ class ReadPrompt(Prompt):
 
     @property
     def has_room(self) -> bool:
-        """It waits for its pages."""
+        """False: the prompt waits for its pages."""
         return False
 
 
@@ -109,7 +109,7 @@ class PromptReaders:
 
     @property
     def num_pending(self) -> int:
-        """Forwards whose values are not there yet."""
+        """Counts forwards whose values are not there yet."""
         return len(self._launched)
 
     def submit(self, request_id: str, prompts: Sequence[PromptSpec], wanted: Wanted) -> ReadCall:
@@ -174,10 +174,10 @@ class PromptReaders:
             self._take(launched)
 
     def post(self, prompt: ReadPrompt, row: int) -> None:
-        """Nobody awaits a token."""
+        """Posts nothing, because nobody awaits a token."""
 
     def finish(self, prompt: ReadPrompt, first: FirstToken) -> None:
-        """No token is sampled."""
+        """Fails, because no token is sampled."""
         raise AssertionError("its forwards are read out")
 
     def fail(self, prompt: ReadPrompt, error: WorkerError) -> None:

@@ -1,4 +1,4 @@
-"""How long a worker spends on writes to its peers."""
+"""Measures how long a worker spends on writes to its peers."""
 
 import time
 

@@ -204,7 +204,7 @@ class DeviceRanks:
 
 
 class ExchangeKernels:
-    """exchange.cu for the current device."""
+    """The kernels of exchange.cu for the current device."""
 
     def __init__(self) -> None:
         """NoRanks if it cannot be built."""

@@ -154,7 +154,7 @@ class CallReader:
         self._at = 0
 
     def read(self) -> bytes | None:
-        """The next call; None if there is none yet."""
+        """Returns the next call; None if there is none yet."""
         if int(self._written[0]) == self._at:
             return None
         keep_order()

@@ -67,7 +67,7 @@ class SummedProjection:
         return self._sum(self._part.linear(x))
 
     def in_parts(self, x: Tensor) -> Tensor:
-        """The same as linear(): the sum of all ranks has no parts."""
+        """Does what linear() does: the sum of all ranks has no parts."""
         return self.linear(x)
 
     @property

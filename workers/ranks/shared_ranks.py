@@ -29,7 +29,7 @@ class _Area(ctypes.Structure):
 
 
 def sums_bytes(size: int, slot_bytes: int = SLOT_BYTES) -> int:
-    """Bytes of the memory that `size` ranks share for collectives."""
+    """Returns the bytes of the memory that `size` ranks share for collectives."""
     return LINE * (1 + size) + 2 * size * slot_bytes
 
 
@@ -119,6 +119,6 @@ class SharedRanks:
 
 
 def _ends(size: int, columns: int) -> Int64Array:
-    """0, then the end of each rank's columns; int64 [size + 1]."""
+    """Returns 0, then the end of each rank's columns; int64 [size + 1]."""
     ends = [0, *(Shard(rank, size).some("columns", columns).stop for rank in range(size))]
     return torch.tensor(ends, dtype=torch.int64).numpy()

@@ -110,7 +110,7 @@ class Encoder:
         return number
 
     def gone(self) -> tuple[int, ...]:
-        """The numbers of objects that have ended since the call before."""
+        """Returns the numbers of objects that have ended since the last call."""
         return tuple(self._gone.popleft() for _ in range(len(self._gone)))
 
     def _put(self, value: Any, where: str) -> None:

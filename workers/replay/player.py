@@ -68,7 +68,7 @@ class Summary:
 
 
 class Found(Exception):
-    """The first difference."""
+    """Raised at the first difference."""
 
     def __init__(self, what: str, recorded: Any, replayed: Any) -> None:
         super().__init__(what)
@@ -103,7 +103,7 @@ class Playback:
         self._number = 0  # of the next one
 
     def played(self) -> Iterator[Played]:
-        """All actions, in order."""
+        """Yields all actions, in order."""
         began, current = self._reader.header.began, None
         for stamp, entry in self._reader.entries():
             if stamp:
@@ -269,7 +269,7 @@ def _merged(playbacks: Sequence[Playback]) -> Iterable[tuple[int, int, Played]]:
 
 
 def as_json(summary: Summary) -> dict[str, Any]:
-    """Plain values."""
+    """Returns the summary as plain values."""
     values = asdict(summary)
     values["by_name"] = dict(sorted(summary.by_name.items()))
     values["difference"] = None if summary.difference is None else summary.difference._asdict()

@@ -46,7 +46,7 @@ def zeros(tokens: Int64Array) -> Int64Array:
 
 
 def without_tokens(params: SamplingParams) -> SamplingParams:
-    """The parameters, without those that name tokens or texts."""
+    """Returns the parameters without those that name tokens or texts."""
     return replace(
         params,
         stop=(),

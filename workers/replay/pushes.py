@@ -21,7 +21,7 @@ class PushLog(PageWriter):
         self._pushed: dict[int, Pushed] = {}
 
     def take(self) -> tuple[Pushed, ...]:
-        """One for each PE that was written to, in order."""
+        """Returns one value for each PE that was written to, in order."""
         if not self._pushed:
             return ()
         pushed, self._pushed = self._pushed, {}

@@ -75,7 +75,7 @@ class Header:
 
     @classmethod
     def read(cls, line: bytes) -> "Header":
-        """BadRecord unless line() can have written it."""
+        """Reads a header. BadRecord unless line() can have written it."""
         line, _, checksum = line.rstrip(b"\n").rpartition(b" ")
         if checksum != b"%08x" % crc32(line):
             raise BadRecord("its header is damaged")

@@ -79,7 +79,7 @@ class Recorder:
             self._acting = False
 
     def read(self, samples: "RecordedSamples", found: Samples) -> None:
-        """The tokens of a launch came."""
+        """Records the tokens of a launch, which have come."""
         if self._tells and self._writer is not None:
             self._write(TokensEntry(samples.number, found.token_ids), "samples")
 
@@ -110,7 +110,7 @@ class Recorder:
         return () if self._pushes is None else self._pushes.take()
 
     def _noted(self, result: Any) -> tuple[Any, Any]:
-        """The result as the caller gets it, and as it is written."""
+        """Returns the result as the caller gets it, and as it is written."""
         if isinstance(result, UNNOTED):
             return result, Unnoted()
         if isinstance(result, HANDLES):
@@ -129,7 +129,7 @@ class Recorder:
         return result, result
 
     def _write(self, entry: ActionEntry | ResultEntry | TokensEntry, where: str, stamp: int = 0) -> None:
-        """Ends the record where that cannot be."""
+        """Writes an entry; ends the record where that cannot be."""
         writer = self._writer
         if writer is None:
             return

@@ -67,7 +67,7 @@ class TokensEntry(NamedTuple):
 
 
 class EndEntry(NamedTuple):
-    """The record ends here, and why."""
+    """The end of the record, and its reason."""
 
     reason: str
 
@@ -80,7 +80,7 @@ ENTRIES = (ActionEntry, ResultEntry, TokensEntry, EndEntry)
 RANK_LOST = "a rank of the worker was lost"
 """Why a record ends within an action: that has no result, because a replay loses no rank."""
 HANDLES = (PromptLogits,)
-"""Results that name what the engine keeps."""
+"""Types of results that name what the engine keeps."""
 UNNOTED = (PackedLogprobs, Pooled)
 
 
@@ -108,7 +108,7 @@ def value_types(pseudonyms: Pseudonyms | None = None) -> list[ValueType]:
 
 
 def schema() -> list[list[str]]:
-    """The types and their fields, for a file's header."""
+    """Returns the types and their fields, for a file's header."""
     return [[one.type.__name__, *one.fields] for one in value_types()]
 
 

@@ -45,13 +45,13 @@ class DecodeRequest:
         self.level = self.prompt.priority
 
     def begin(self, token: int) -> None:
-        """All KV of the prompt and the first token are here."""
+        """Begins the output. All KV of the prompt and the first token are here."""
         self.output.append(token)
         if self.token_stream is not None:
             self.token_stream.began_ns = time.time_ns()
 
     def take(self, tokens: Sequence[int]) -> None:
-        """The output grows by tokens that were sampled for it."""
+        """Extends the output by tokens that were sampled for it."""
         self.output += tokens
         if self.constraint is not None:
             self.constraint.follow(tokens)
@@ -87,7 +87,7 @@ class LocalPrompt(Prompt):
 
     @property
     def has_room(self) -> bool:
-        """Its reservation is for prompt and output."""
+        """True: its reservation is for prompt and output."""
         return True
 
     @property

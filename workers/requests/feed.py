@@ -43,7 +43,7 @@ class Feeds:
 
     @contextmanager
     def opened(self, number: int) -> Generator[Feed | None]:
-        """None where it is open already."""
+        """Opens the feed; None where it is open already."""
         if number in self._open:
             yield None
             return

@@ -5,7 +5,7 @@ from tandem.workers.sampling.guided import Constraint, GuideNotFollowed
 
 
 def guide_error(constraint: Constraint | None) -> WorkerError | None:
-    """None while there are masks, or where there is no grammar."""
+    """Returns None while there are masks, or where there is no grammar."""
     if constraint is None or constraint.error is None:
         return None
     error = constraint.error

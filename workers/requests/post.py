@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 
 class DigestRange(NamedTuple):
-    """Stored positions whose digest goes along; see digest_kv."""
+    """Stored positions whose digest is sent, too; see digest_kv."""
 
     sequence: int
     begin: int

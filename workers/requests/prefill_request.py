@@ -66,7 +66,7 @@ class PrefillRequest(Prompt):
 
     @property
     def has_room(self) -> bool:
-        """It was begun speculatively."""
+        """Whether it was begun speculatively, and so has pages."""
         return self.computed > 0
 
     @property
@@ -83,7 +83,7 @@ class PrefillRequest(Prompt):
         self.arrived = self.started = speculative.started
 
     def completed(self) -> PrefillResult:
-        """The result, now that all KV is at the receiver."""
+        """Makes the result, now that all KV is at the receiver."""
         now, first = time.perf_counter(), self.first_token.result(0)
         return PrefillResult(
             first_token=first.token_id,

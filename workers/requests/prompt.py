@@ -33,11 +33,11 @@ class Destination(Protocol[OfKind]):
         ...
 
     def finish(self, prompt: OfKind, first: FirstToken, /) -> None:
-        """The host has the first token."""
+        """Called when the host has the first token."""
         ...
 
     def fail(self, prompt: OfKind, error: WorkerError, /) -> None:
-        """A forward of the prompt has failed."""
+        """Called when a forward of the prompt has failed."""
         ...
 
 
@@ -106,7 +106,7 @@ class Prompt:
         return LogitRules(self.params, stop_ids, context, self.spec.num_output, self.num_tokens, guided)
 
     def begin_output(self) -> None:
-        """The mask of the first token is computed while the prompt is."""
+        """Starts the first token's mask, to be computed while the prompt is."""
         if self.constraint is not None:
             self.constraint.follow(self.token_ids[self.num_tokens - self.spec.num_output :].tolist())
 

@@ -22,16 +22,16 @@ class PromptLogprobStream:
         self._ready = asyncio.Event()
 
     def deliver(self, pieces: Sequence[PackedLogprobs]) -> None:
-        """All that there are."""
+        """Delivers all pieces that there are."""
         self._event_loop.call_soon_threadsafe(self._finish, pieces)
 
     def end(self) -> None:
-        """Nothing comes any more. Idempotent."""
+        """Ends the stream. Idempotent."""
         self._ended = True
         self._ready.set()
 
     async def messages(self) -> AsyncGenerator[worker_pb2.PackedLogprobs]:
-        """A message is made when the one before is written."""
+        """Yields messages, each made when the previous one is written."""
         await self._ready.wait()
         while self._pieces:
             piece = self._pieces.popleft()
@@ -55,7 +55,7 @@ class PromptLogprobStreams:
 
     @contextmanager
     def opened(self, request_id: str) -> Generator[PromptLogprobStream | None]:
-        """None where it is open already."""
+        """Opens a stream; None where it is open already."""
         if request_id in self._open:
             yield None
             return

@@ -64,7 +64,7 @@ class TokenStream:
         pending.finish_reason = run.reason
 
     def began(self, prefilled: Prefilled) -> None:
-        """The prompt was computed here."""
+        """Notes that the prompt was computed here."""
         self._prefilled = prefilled
 
     def fail(self, error: WorkerError) -> None:
@@ -86,7 +86,7 @@ class TokenStream:
         self._pending.token_ids.clear()
 
     async def next(self) -> Tokens:
-        """All tokens that are there, at least one or the end."""
+        """Returns all tokens that are there, at least one or the end."""
         await self._ready.wait()
         self._ready.clear()
         tokens, self._pending = self._pending, Tokens()

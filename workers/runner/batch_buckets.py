@@ -54,7 +54,7 @@ def step_limits(max_sequences: int, num_heads: int, num_inputs: int) -> Iterator
 
 
 def verify_sizes(limit: int) -> list[int]:
-    """Tokens: 2, 4, 8, 16, … below `limit`, and `limit` itself."""
+    """Returns numbers of tokens: 2, 4, 8, 16, … below `limit`, and `limit` itself."""
     return [*(size for size in (2, 4, 8, 16, 32, 64, 128) if size < limit), limit]
 
 

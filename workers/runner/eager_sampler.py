@@ -55,7 +55,7 @@ class EagerSampler:
         return posted if logprobs is None else CopiedSamples(self._last[:rows], logprobs)
 
     def sample_step(self, logits: Tensor, sampling: SampleBatch, positions: Int64Array) -> PendingSamples:
-        """sample() of a step; LateSamples where rows are guided."""
+        """Samples a step like sample(); LateSamples where rows are guided."""
         if sampling.is_guided:
             return LateSamples(partial(self.sample, logits, sampling, positions))
         return self.sample(logits, sampling, positions)

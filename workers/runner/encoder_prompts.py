@@ -43,7 +43,7 @@ class LeftOfPrompts(NamedTuple):
 
     @torch.inference_mode()
     def compute(self, first_tokens: Tensor) -> None:
-        """int64 [n or more], of the prompts that end in the forward."""
+        """Computes the rest. first_tokens: int64 [n or more], of prompts that end."""
         self.follow(first_tokens)
         self.cache.commit(self.forward)
 

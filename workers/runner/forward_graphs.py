@@ -100,7 +100,7 @@ class ForwardGraphs:
         return num_sequences <= self.buffers[0].limits.num_sequences and num_tokens <= self.sizes[-1]
 
     def choose(self, num_tokens: int) -> GraphBuffers:
-        """The buffers for a forward of so many tokens."""
+        """Returns the buffers for a forward of so many tokens."""
         return self.buffers[bucket_of(self.sizes, num_tokens)]
 
     def replay(self, buffers: GraphBuffers) -> Tensor:

@@ -97,13 +97,13 @@ class WithoutPages:
         return torch.cat((q, k), 1)[:, : q.shape[1]]
 
     def store_given(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Nowhere."""
+        """Stores nothing."""
 
     def read(self, layer: int, q: Tensor, sinks: Tensor | None, norm: HeadNorm | None) -> Tensor:
         return q.contiguous() if norm is None else norm.apply_to_queries(q)
 
     def step_pages(self, layers: range) -> None:
-        """There are none."""
+        """Returns no pages."""
 
     def temperatures(self, rule: Temperature) -> Tensor:
         return rule.factors(self._positions)

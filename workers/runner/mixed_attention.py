@@ -67,7 +67,7 @@ class MixedAttention:
             own.copy_(made)
 
     def step_pages(self, layers: range) -> None:
-        """No megakernel computes prompts."""
+        """Returns None: no megakernel computes prompts."""
 
     def temperatures(self, rule: Temperature) -> Tensor:
         """See CachedAttention."""

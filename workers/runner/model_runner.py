@@ -286,7 +286,7 @@ class ModelRunner:
     def scored_prompts(
         self, prompts: PromptChunks, scored: Sequence[Scored | None], *, push: bool
     ) -> tuple[Tensor, list[PackedLogprobs]]:
-        """All of prompts(), eagerly, see scored_prompts()."""
+        """Computes prompts() eagerly, see scored_prompts()."""
         return scored_prompts(self._model, self._cache, prompts, scored, self._adapted.begin, push=push)
 
     @torch.inference_mode()
@@ -391,5 +391,5 @@ class ModelRunner:
         return self._eager_sampler.sampled, pending
 
     def sample(self, logits: Tensor, batch: SampleBatch, positions: Int64Array) -> Samples:
-        """sample_async(), and waits for it."""
+        """Calls sample_async(), and waits for the samples."""
         return self.sample_async(logits, batch, positions)[1].wait()

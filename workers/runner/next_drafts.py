@@ -43,7 +43,7 @@ class NextDrafts:
 
     @property
     def num_sequences(self) -> int:
-        """Most of a verify step that follows one which is not read yet."""
+        """The most sequences of a verify step that follows an unread one."""
         return self._histories.tokens.shape[0]
 
     @torch.inference_mode()

@@ -226,7 +226,7 @@ class Constraint:
         self._mask: Future[Int32Array] | None = None
         self.consumed = 0  # output tokens
         self.error: Exception | None = None
-        """Why there are no more masks: the request has to end."""
+        """The reason why there are no more masks: the request has to end."""
 
     def follow(self, output: Sequence[int]) -> None:
         """The output has grown by these tokens, or begins with them. The next mask is computed from now on."""

@@ -61,7 +61,7 @@ class LogitRules:
     guided: bool = False  # whether each step comes with the row's `allowed`: see masks_of()
 
     def seen(self) -> tuple[Int64Array, NDArray[np.int16]]:
-        """Tokens of the context, each once, and their entries of `seen`."""
+        """Returns the context's tokens, each once, and their entries of `seen`."""
         end = self.context.size - self.num_output
         tokens, where = np.unique(self.context, return_inverse=True)
         counts = np.minimum(np.bincount(where[end:], minlength=tokens.size), MOST_COUNTED)
@@ -79,7 +79,7 @@ class LogitRules:
         return np.packbits(may, bitorder="little").view(np.int32)
 
     def record(self) -> Int32Array:
-        """[RECORD]."""
+        """Returns the record, [RECORD]."""
         params = self.params
         record = np.full(RECORD, NOTHING, np.int32)
         penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)

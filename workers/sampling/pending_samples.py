@@ -42,7 +42,7 @@ class LateSamples:
         self._launched: PendingSamples | None = None
 
     def launch(self, masks: Int32Array) -> None:
-        """Called once. Before it the device samples nothing."""
+        """Launches the samples, once. Before it the device samples nothing."""
         self._launched = self._launch(masks)
 
     def is_done(self) -> bool:

@@ -51,7 +51,7 @@ def _logits(
     logits_of: Callable[[Tensor], Tensor],
     vocab_size: int,
 ) -> Tensor | None:
-    """Slice by slice, as logprobs_of_targets()."""
+    """Computes logits slice by slice, as logprobs_of_targets() does."""
     if not rows:
         return None
     width, stride = max(map(len, token_ids)), max(1, SLICE_BYTES // (4 * vocab_size))

@@ -28,7 +28,7 @@ Turn = TypeVar("Turn", int, Tensor)
 
 
 def half_of(ticket: Turn) -> Turn:
-    """The half of the memory that the ticket's step has: 0 or 1."""
+    """Returns the half of the memory that the ticket's step has: 0 or 1."""
     return ticket >> TOKEN_BITS & 1
 
 
@@ -52,7 +52,7 @@ class PostedSamples:
         return self._tokens is not None
 
     def wait(self) -> Samples:
-        """TimeoutError when it takes too long."""
+        """Waits for the tokens. TimeoutError when it takes too long."""
         deadline = time.monotonic() + self._seconds
         while not self.is_done():
             if time.monotonic() > deadline:

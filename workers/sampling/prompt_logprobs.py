@@ -46,11 +46,11 @@ class PromptLogprobs:
         self.num_top = num_top
 
     def add(self, chunk: PackedLogprobs) -> None:
-        """The next tokens' values. Their copies may still be under way."""
+        """Adds the next tokens' values. Their copies may still be under way."""
         self._chunks.append(chunk)
 
     def deliver(self) -> None:
-        """The device is past all forwards of the prompt. Used once."""
+        """Delivers all, once the device is past all forwards of the prompt."""
         size = max(1, NUMBERS_A_PIECE // (1 + self.num_top))
         self._deliver([piece for chunk in self._chunks for piece in chunk.pieces(size)])
 

@@ -49,7 +49,7 @@ class SampleBatch:
         return self.seeds.size
 
     def take(self, rows: NDArray[np.integer]) -> "SampleBatch":
-        """A copy of `rows` (int [m]), in that order."""
+        """Copies `rows` (int [m]), in that order."""
         rules = None if self.rules is None else _rules(self.rules[rows])
         return SampleBatch(self.seeds[rows], self.columns.take(rows, axis=1), self.num_logprobs[rows], rules)
 

@@ -76,7 +76,7 @@ class SamplingParams:
 
     @property
     def num_answers(self) -> int:
-        """Sequences that are generated."""
+        """The number of sequences that are generated."""
         return self.best_of or self.n
 
     @property
@@ -174,7 +174,7 @@ def _validate_token_rules(params: SamplingParams, vocab_size: int) -> None:
 
 
 def _validate_guided(params: SamplingParams, guided: Guided) -> None:
-    """Other masks could leave no token at all."""
+    """Checks a guide. Other masks with it could leave no token at all."""
     texts, size = guided.texts, sum(map(len, guided.texts))
     _require(1 <= len(texts) <= MAX_CHOICES, "guided.choice", len(texts), f"1 to {MAX_CHOICES}", "texts")
     _require(size <= MAX_GUIDED_LENGTH, f"guided.{guided.kind}", size, f"at most {MAX_GUIDED_LENGTH}", "characters")
@@ -197,7 +197,7 @@ def _require_tokens(field: str, ids: Sequence[int], vocab_size: int) -> None:
 
 
 def _require(holds: bool, field: str, value: float | None, accepted: str, unit: str = "") -> None:
-    """NaN fails every comparison, so it is refused too."""
+    """Refuses a field unless `holds`. NaN fails every comparison, so it is refused, too."""
     if not holds:
         received = f"has {value} {unit}" if unit else f"is {value}"
         raise InvalidSamplingParams(f"{field} {received}; it must be {accepted}")

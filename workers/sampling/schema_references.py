@@ -60,7 +60,7 @@ def _places(schema: dict[str, Any], pointer: str, base: str, id_word: str) -> It
 
 
 def _targets(places: list[_Place]) -> dict[str, str]:
-    """The pointers of ids, and of anchors as `id#anchor`."""
+    """Returns the pointers of ids, and of anchors as `id#anchor`."""
     targets: dict[str, str] = {}
     for one, pointer, base, id_word in places:
         targets.setdefault(base, pointer)

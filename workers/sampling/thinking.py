@@ -72,14 +72,14 @@ class ThinkingLimit:
         self._num_written = 0  # of the last tag's tokens
 
     def take(self, tokens: Sequence[int]) -> None:
-        """The output grows by these tokens."""
+        """Extends the output by these tokens."""
         for token in tokens:
             if self._thinks or self._may_begin:
                 self._take(token)
 
     @property
     def next_token(self) -> int | None:
-        """The only one that may come next; None where others may, too."""
+        """Returns the only token that may come next; None where others may, too."""
         if not self._thinks or not self._max_tokens or self._num_tokens < self._max_tokens:
             return None
         return self._end_ids[self._num_written]

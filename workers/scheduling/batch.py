@@ -39,7 +39,7 @@ class StepBatch(NamedTuple):
 
     @property
     def prompt_tokens(self) -> int:
-        """New tokens of prompts."""
+        """The new tokens of prompts."""
         return sum(chunk.length for chunk in self.chunks)
 
     @property
@@ -49,6 +49,6 @@ class StepBatch(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """New tokens that the step stores."""
+        """The new tokens that the step stores."""
         rows = 0 if self.decodes is None else len(self.decodes.sequence_ids)
         return rows + self.prompt_tokens

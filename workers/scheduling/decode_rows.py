@@ -40,7 +40,7 @@ class StepInFlight:
             self.rows.learn(samples.token_ids)
 
     def runs(self, samples: Samples) -> list[TokenRun]:
-        """The token of each row."""
+        """Returns the token of each row."""
         reasons = self.reasons(samples.token_ids).tolist()
         return [
             TokenRun((token,), (logprob,), REASONS[reason])
@@ -103,12 +103,12 @@ class DecodeRows:
         self._set_requests([*self.requests, *requests])
 
     def leave(self, requests: Sequence[DecodeRequest]) -> None:
-        """Requests without a row are passed over."""
+        """Removes the rows of requests. Requests without a row are skipped."""
         gone = set(map(id, requests))
         self._keep(np.array([id(request) not in gone for request in self.requests], np.bool_))
 
     def next_step(self) -> DecodeStep | None:
-        """A step of all rows; None without rows."""
+        """Returns a step of all rows; None without rows."""
         if not self.requests:
             return None
         return DecodeStep(self.sequence_ids, self.tokens, self.sources, self.sampling, self.lengths + 1)
@@ -170,7 +170,7 @@ class DecodeRows:
 
 
 def _stack(stop_ids: Int64Array, rules: Sequence[FinishRule]) -> Int64Array:
-    """stop_ids with a row more for each rule."""
+    """Stacks stop_ids and a row for each rule."""
     rows = stop_ids.shape[0]
     width = max([stop_ids.shape[1], *(len(rule.stop_ids) + 1 for rule in rules)])
     stacked = np.full((rows + len(rules), width), NOT_FINITE, np.int64)

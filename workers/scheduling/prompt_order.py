@@ -128,7 +128,7 @@ class PromptOrder:
         yield from self._by_level(prompt for prompt in self._turns() if prompt in waiting)
 
     def for_chunks(self, running: Collection[Prompt]) -> Iterator[Prompt]:
-        """Prompts that have room, by their turns."""
+        """Yields prompts that have room, by their turns."""
         if not self._has_targets:
             yield from self._by_level(running)
             return
@@ -163,7 +163,7 @@ class PromptOrder:
         return chain(tuple(self._timely), tuple(self._undated), late)
 
     def _behind(self) -> Iterator[Prompt]:
-        """Groups 2 and 3, as they came."""
+        """Yields groups 2 and 3, as they came."""
         undated = ((number, prompt) for prompt, number in self._undated.items())
         return (prompt for _, prompt in heapq.merge(undated, self._past, self._late))
 

@@ -89,19 +89,19 @@ class Scheduler:
         return request in self._running
 
     def remove(self, request: Prompt) -> None:
-        """No batch has this prompt any more. Idempotent."""
+        """Removes a prompt. No batch has it any more. Idempotent."""
         self._order.remove(request)
         self._waiting.pop(request, None)
         self._running.pop(request, None)
 
     @property
     def num_waiting(self) -> int:
-        """Prompts without room."""
+        """The number of prompts without room."""
         return len(self._waiting)
 
     @property
     def num_running(self) -> int:
-        """Prompts with room."""
+        """The number of prompts with room."""
         return len(self._running)
 
     @property

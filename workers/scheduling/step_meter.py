@@ -29,7 +29,7 @@ class StepMeter:
         self._past_tokens, self._past_seconds = 0.0, 0.0
 
     def begin(self, batch: StepBatch) -> None:
-        """A step begins, perhaps one without work."""
+        """Notes that a step begins, perhaps one without work."""
         now = time.perf_counter()
         if batch.decodes is not None:
             if self._stepping:

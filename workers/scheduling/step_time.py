@@ -101,7 +101,7 @@ class StepTime:
         return seconds
 
     def measured(self, seconds: float, load: StepLoad) -> None:
-        """A step took so long."""
+        """Fits the model to a measured step."""
         modelled = self.seconds(load)
         scale = max(seconds, modelled / 10, LEAST_SECONDS) if self._steps < FEW else max(modelled, LEAST_SECONDS)
         row = [term * prior / scale for term, prior in zip(_terms(load), PRIOR, strict=True)]

@@ -48,7 +48,7 @@ class TokenPace:
         return max(chunk, apart, least)
 
     def step_load(self, rows: int, positions: int, beside: StepLoad = NOTHING) -> StepLoad:
-        """A step of so many rows, with the prompts that it computes."""
+        """Returns the load of a step of so many rows, with its prompts."""
         if beside.joint:
             rows = filled_up(self.sizes.rows, rows)
         return beside._replace(rows=rows, positions=positions)

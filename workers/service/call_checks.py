@@ -21,7 +21,7 @@ def check_request_id(request_id: str) -> None:
 
 
 def check_digest(digest: bytes, field: str = "adapter") -> None:
-    """InvalidCall where it is no digest of an adapter."""
+    """Raises InvalidCall unless it is an adapter's digest."""
     if len(digest) != DIGEST_BYTES:
         raise InvalidCall(f"{field} has {len(digest)} bytes; {DIGEST_BYTES} are accepted, or none")
 

@@ -8,7 +8,7 @@ from tandem.workers.service.resident import resident_bytes
 
 
 def rank_infos(ranks: Sequence[RankProgress], stalled: Set[int] = frozenset()) -> list[inference_pb2.RankInfo]:
-    """stalled: for whom the others wait."""
+    """stalled: the ranks that the others wait for."""
     return [_info(rank, one.pid, rank in stalled) for rank, one in enumerate(ranks)]
 
 

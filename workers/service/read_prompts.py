@@ -34,7 +34,7 @@ def read_call(readers: PromptReaders, check: PromptCheck, request: worker_pb2.Re
 
 
 def to_message(read: ReadPrompts) -> worker_pb2.ReadPromptsResponse:
-    """The answer."""
+    """Makes the answer."""
     return worker_pb2.ReadPromptsResponse(
         values=read.values.astype(np.dtype("<f4"), copy=False).tobytes(),
         cached_tokens=read.cached_tokens,

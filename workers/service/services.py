@@ -373,7 +373,7 @@ async def _write_all(context: Context, sampled: FirstTokens) -> None:
 
 
 def _of_the_same_names(pages: PageCounts, message: type[Message]) -> dict[str, Any]:
-    """The counts that a message has fields for, under their names."""
+    """Returns the counts that a message has fields for, by their names."""
     return {name: count for name, count in pages._asdict().items() if name in message.DESCRIPTOR.fields_by_name}
 
 

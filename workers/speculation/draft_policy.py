@@ -30,7 +30,7 @@ class Cost(NamedTuple):
         return self.verify + self.token * sum(sizes) + self.draft_step * max(sizes)
 
     def mixed(self, other: "Cost", eighths: int) -> "Cost":
-        """The mean cost if `eighths` of eight steps cost `other`."""
+        """Returns the mean cost if `eighths` of eight steps cost `other`."""
         return Cost(*(mine + (its - mine) * eighths / 8 for mine, its in zip(self, other, strict=True)))
 
 

@@ -42,7 +42,7 @@ class Driver:
 
     @property
     def visible_gpus(self) -> tuple[int, ...]:
-        """Their numbers, in the order in which such a process gets them."""
+        """Returns their numbers, in the order in which such a process sees them."""
         named = os.environ.get(VISIBLE)
         if named is None:
             return tuple(range(len(self.gpus)))
@@ -58,7 +58,7 @@ class Driver:
 
 
 def read_driver() -> Driver:
-    """Driver() where there is none. Takes some ms."""
+    """Reads the driver; Driver() where there is none. Takes some ms."""
     with _library() as nvml:
         if nvml is None:
             return Driver()

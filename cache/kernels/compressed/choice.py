@@ -30,7 +30,7 @@ REFERENCE = TokenKernels(
 
 
 def choose_token_kernels(device: torch.device) -> TokenKernels:
-    """Triton's on a GPU, else torch's."""
+    """Chooses Triton's kernels on a GPU, else torch's."""
     if device.type != "cuda":
         return REFERENCE
     from tandem.cache.kernels.compressed.attend import attend  # needs triton

@@ -122,6 +122,6 @@ def choose_entries(
 
 
 def _read(pool: Tensor, layer: int, pages: TokenPages, wanted: Tensor) -> Tensor:
-    """[T, n, D]: entries int64 [T, n] of each token's sequence."""
+    """Reads entries, int64 [T, n] of each token's sequence, as [T, n, D]."""
     found, places = pages.places(wanted, pool.shape[4])
     return pool[found, layer, 0, 0, places]

@@ -83,7 +83,7 @@ def _rotate_and_append(
     HEADS: tl.constexpr, SIZE: tl.constexpr, ROTATED: tl.constexpr, PAGE_SIZE: tl.constexpr, APPENDS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program has some heads of q, or the entry, of one token."""
+    """Each program has some heads of q, or the entry, of one token."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

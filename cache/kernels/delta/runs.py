@@ -50,7 +50,7 @@ class KeptInputs(NamedTuple):
     def of(
         cls, num_layers: int, num_tokens: int, shape: StateShape, dtype: torch.dtype, device: torch.device
     ) -> "KeptInputs":
-        """Allocates, without values."""
+        """Allocates tensors without values."""
         each = num_layers, num_tokens
         raw, mixed = (torch.empty((*each, shape.channels), dtype=dtype, device=device) for _ in range(2))
         rates = ((*each, *shape.decays), (*each, shape.heads))
@@ -70,7 +70,7 @@ class Runs:
     kept: KeptInputs | None = None
 
     def run(self, pool: Tensor, layer: int, x: RecurrentInputs, shape: StateShape, output: Tensor) -> None:
-        """The same as step_states, for tokens 0, 1, … in order."""
+        """Computes step_states for tokens 0, 1, … in order."""
         if self.kept is None:
             self.kept = KeptInputs.of(pool.shape[1], x.mixed.shape[0], shape, x.mixed.dtype, pool.device)
         kept = self.kept.part(slice(layer, layer + 1), slice(None))

@@ -31,7 +31,7 @@ class Scratch(NamedTuple):
 
     @classmethod
     def of(cls, num_chunks: int, heads: Heads, dtype: torch.dtype, device: torch.device) -> "Scratch":
-        """Allocates, without values."""
+        """Allocates tensors without values."""
         keys, values, each = heads.keys, heads.values, (num_chunks, heads.value_heads)
         mixed = num_chunks, CHUNK * (2 * heads.key_heads * keys + heads.value_heads * values)
         w, since, until = CHUNK * heads.is_delta, keys if heads.by_row else CHUNK, 0 if heads.by_row else CHUNK

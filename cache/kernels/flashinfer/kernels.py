@@ -109,7 +109,7 @@ class FlashInferKernels(TritonSteps, PlannedWrappers[QKV]):
         return largest_decode(WORKSPACE_BYTES, self._sizes(num_q_heads))
 
     def plan_read(self, tokens: TokenLayout, tables: PageTables, *, causal: bool) -> EagerPlan:
-        """One part of all sequences, which share nothing."""
+        """Plans one part of all sequences, which share nothing."""
         apart, everyone = replace(tables, shared=None), np.ones(tokens.seq_lens.size, np.bool_)
         slots, parts = plan_parts(tokens, apart, [(everyone, False)], self._pool.shape[4], self._pool.device)
         return EagerPlan(AppendTargets(slots, None), parts, causal=causal)

@@ -102,7 +102,7 @@ class FlashInferLatentKernels(PlannedWrappers[Latents], LatentAppendThenAttend):
         rotation: Rotation | None,
         own: AppendPlan,
     ) -> tuple[Tensor, Tensor | None]:
-        """Rotates q in place."""
+        """Appends entries, and rotates q in place."""
         arguments = (self._pool, layer, q, latents, keys, rotation, own.targets)
         return q, append_latents(*arguments, keep=own.keep, fp8=self._fp8)
 

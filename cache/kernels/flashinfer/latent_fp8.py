@@ -77,7 +77,7 @@ class SeenBuffers(AppendPlan, GroupBuffers):
     longest: int
 
     def begin_captured(self, by_layers: bool = False) -> None:
-        """Queues what makes the lengths of the rows."""
+        """Queues the computation of the rows' lengths."""
         full = (self.tables.kv_indptr[1:] - self.tables.kv_indptr[:-1] - 1) * self.kernels._pool.shape[4]
         torch.add(full, self.tables.kv_last_page_len, out=self.seen.lengths)
 

@@ -49,7 +49,7 @@ class FlashInferModule:
 
     @property
     def units(self) -> int:
-        """Compilers that it keeps busy."""
+        """The number of compilers that it keeps busy."""
         return LATENT_UNITS if self.latent else UNITS
 
     @property

@@ -76,7 +76,7 @@ class TorchSharedKernels(LatentEntries, AttentionBackend[SharedKV]):
         self.window = window
 
     def plan(self, tokens: TokenLayout, tables: PageTables) -> SharedPlan | None:
-        """None where kernels by token attend."""
+        """Plans attention; None where kernels by token attend."""
         if self.pool.is_cuda and tokens.trees is None:  # such forwards are by token, see TokenForward
             return None
         trees = tree_masks(tokens, tables, self.window)

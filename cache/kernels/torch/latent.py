@@ -133,7 +133,7 @@ class TorchLatentKernels(LatentEntries, LatentAppendThenAttend):
         return up.values(weighted.view(batch * count, -1, self.rank).to(q.dtype))
 
     def _attend_expanded(self, part: LatentPart, q: Tensor, entries: Tensor, up: UpProjections) -> Tensor:
-        """part is of one sequence."""
+        """Attends to expanded K and V. part: of one sequence."""
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, *up.keys_and_values(entries)))
         mask = None if part.mask is None else part.mask.view(part.shape[1:]).to(q.dtype)
         return self._scoring.attend(q, k, v, mask, None).squeeze(0).transpose(0, 1)

@@ -56,7 +56,7 @@ def _gather_rows(
     PAGE_SIZE: tl.constexpr, ROW: tl.constexpr, QUANTIZED: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
     GROUPS: tl.constexpr, OTHERS: tl.constexpr, OTHERS_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program a position."""
+    """Each program has one position."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

@@ -66,7 +66,7 @@ class TritonIndexKernels(AppendThenChoose):
     def append(
         self, layer: int, q: Tensor, still: Tensor, rotated: Tensor, rotation: Rotation | None, own: IndexPlan
     ) -> tuple[Tensor, Tensor | None]:
-        """Rotates q in place."""
+        """Appends keys, and rotates q in place."""
         arguments = (self._pool, layer, q, still, rotated, rotation, own.targets)
         return q, append_latents(*arguments, keep=own.keep, fp8=self._fp8)
 
@@ -98,7 +98,7 @@ class IndexBuffers(IndexPlan, GroupBuffers):
     kernels: TritonIndexKernels
 
     def begin_captured(self, by_layers: bool = False) -> None:
-        """Queues what makes the lengths of the rows."""
+        """Queues the computation of the rows' lengths."""
         full = (self.tables.kv_indptr[1:] - self.tables.kv_indptr[:-1] - 1) * self.kernels._pool.shape[4]
         torch.add(full, self.tables.kv_last_page_len, out=self.seen.lengths)
 

@@ -75,7 +75,7 @@ def _find_least(scores, length, top_k, BLOCK: tl.constexpr):
 def _choose(
     scores, lengths, chosen, scores_row, top_k, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """A program has one row."""
+    """Each program has one row."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

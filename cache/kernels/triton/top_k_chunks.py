@@ -54,7 +54,7 @@ def in_order(scores, position, inside):
 
 @triton.jit
 def write_all(chosen, length, top_k, BLOCK: tl.constexpr):
-    """Positions 0 … length - 1, then -1."""
+    """Writes positions 0 … length - 1, then -1."""
     for begin in range(0, top_k, BLOCK):
         position = begin + tl.arange(0, BLOCK)
         tl.store(chosen + position, tl.where(position < length, position, -1), mask=position < top_k)

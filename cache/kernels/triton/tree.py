@@ -154,7 +154,7 @@ def begin_softmax(lse, output, seen):
 
 @triton.jit
 def add_sink(top, total, weighted, sink):
-    """A softmax so far, and a score, natural, that has no value."""
+    """Adds a score, natural, that has no value to a softmax so far."""
     sink = sink.to(tl.float32) * 1.4426950408889634
     highest = tl.maximum(top, sink)
     shrunk = tl.exp2(top - highest)
@@ -163,7 +163,7 @@ def add_sink(top, total, weighted, sink):
 
 @triton.jit
 def add_keys(top, total, weighted, scores, values):
-    """A softmax so far, and more keys, with scores of base 2."""
+    """Adds more keys, with scores of base 2, to a softmax so far."""
     highest = tl.maximum(top, tl.max(scores, 1))
     finite = tl.where(highest == float("-inf"), 0.0, highest)  # nothing seen so far
     weights = tl.exp2(scores - finite[:, None])

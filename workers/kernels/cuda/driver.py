@@ -80,7 +80,7 @@ class Driver:
         self._library = ctypes.CDLL(library)
 
     def check(self, function: str, *arguments: object) -> None:
-        """RuntimeError where the call fails."""
+        """Calls the driver. RuntimeError where the call fails."""
         status = getattr(self._library, function)(*arguments)
         if status:
             raise RuntimeError(f"{function} gave CUDA error {status}")

@@ -169,7 +169,7 @@ def _scaling(product: Linear) -> int | None:
 
 
 def _tile(rows: int) -> int:
-    """Outputs of a product that a warp computes at once."""
+    """Returns the outputs of a product that a warp computes at once."""
     return 2 if rows == 1 else 4
 
 

@@ -128,7 +128,7 @@ class NativeLayerKernels:
 
 
 def _function(library: ctypes.CDLL, name: str, parameters: Mapping[str, Any]) -> Callable[..., None]:
-    """A function of the library that takes its arguments by name."""
+    """Wraps a function of the library so that it takes arguments by name."""
     prototype = ctypes.CFUNCTYPE(None, *parameters.values())
     return prototype((name, library), tuple((1, parameter) for parameter in parameters))
 

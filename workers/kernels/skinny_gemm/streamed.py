@@ -109,7 +109,7 @@ class StreamedGemms:
         self._map_inputs = lru_cache(MAPS)(self._make_map)
 
     def prepare(self, weight: Tensor, *, gated: bool) -> "StreamedGemm | None":
-        """None where no tiling suits the weight."""
+        """Prepares a weight; None where no tiling suits it."""
         rows, columns = weight.shape
         tilings = [choose_tiling(rows, columns, self.multiprocessors, tokens=tokens, gated=gated) for tokens in TOKENS]
         chosen = [one for one in tilings if one is not None]

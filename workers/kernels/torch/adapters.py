@@ -8,7 +8,7 @@ from tandem.workers.kernels.adapter_linear import AdapterKernels, AdapterMatrice
 
 
 class TorchAdapters(AdapterKernels):
-    """The reference."""
+    """The reference of AdapterKernels."""
 
     def add(self, y: Tensor, x: Tensor, matrices: AdapterMatrices, slots: Tensor) -> None:
         """See AdapterKernels."""
@@ -25,4 +25,4 @@ class TorchAdapters(AdapterKernels):
             y.index_copy_(0, rows, added.to(y.dtype))
 
     def compile(self, matrices: AdapterMatrices) -> None:
-        """Nothing."""
+        """Compiles nothing."""

@@ -89,7 +89,7 @@ class TritonAdapters(AdapterKernels):
         return total
 
     def _add(self, y: Tensor, low: Tensor, matrices: AdapterMatrices, slots: Tensor) -> None:
-        """y += low · Bᵀ. low: what _shrink() gives."""
+        """Adds low · Bᵀ to y. low: the result of _shrink()."""
         (rows, columns), rank, num_slots = y.shape, matrices.rank, matrices.a.shape[0]
         block = block_of(rows)
         row_blocks = cdiv(rows, block)
@@ -136,7 +136,7 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def block_of(rows: int) -> int:
-    """Rows that a program has."""
+    """Returns the rows that a program has."""
     return max(LEAST, min(MOST_ROWS, next_power_of_2(rows)))
 
 
@@ -181,7 +181,7 @@ def _shrink(
 
 @triton.jit(do_not_specialize=["size"])
 def _add_up(low, slots, total, size, LOW: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """total[i] = Σ over s of low[s, i], of rows that have a slot."""
+    """Sums low over splits to total[i] = Σ low[s, i], for rows with a slot."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     there = (at < size) & (tl.load(slots + at // LOW, mask=at < size, other=-1) >= 0)
     acc = tl.zeros((BLOCK,), dtype=tl.float32)

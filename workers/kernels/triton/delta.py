@@ -49,7 +49,7 @@ def _rates(
     b, a, decay, decay_bias, log_decay, beta, b_token, b_group, a_token, a_group,
     EACH: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A program a token. EACH: heads of a group."""
+    """Each program has a token. EACH: heads of a group."""
     if PDL:
         gdc_launch_dependents()
         gdc_wait()

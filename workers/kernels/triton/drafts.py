@@ -141,7 +141,7 @@ def _follow(
     tokens, sources, positions, uniforms, preceding, histories, lengths, surplus, shift, capacity,
     FOLLOWS: tl.constexpr, NOT_FINITE: tl.constexpr, MAX_NGRAM: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One program a row."""
+    """Each program has one row."""
     row = tl.program_id(0)
     source = tl.load(sources + row)
     if source > FOLLOWS:
@@ -169,7 +169,7 @@ def _enter(
     sources, positions, seeds, steps, tokens, uniforms, shift, histories, lengths, surplus, number, own, rows, capacity,
     FOLLOWS: tl.constexpr, NOT_FINITE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One program."""
+    """One program computes all rows."""
     row = tl.arange(0, BLOCK)
     is_row = row < rows
     source = tl.load(sources + row, mask=is_row, other=FOLLOWS + 1)
@@ -194,7 +194,7 @@ def _enter(
 def _put(
     sources, drafted, histories, lengths, number, rows, capacity, FOLLOWS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One program."""
+    """One program writes all rows."""
     row = tl.arange(0, BLOCK)
     sequence = FOLLOWS - tl.load(sources + row, mask=row < rows, other=0)
     place = tl.load(lengths + sequence, mask=sequence >= 0, other=0) + number

@@ -88,7 +88,7 @@ def _process(
 
 @triton.jit
 def _store(logits, token, here, bias, seen, allowed, record, processed):
-    """The processed logits of `token`, where `here`."""
+    """Stores the processed logits of `token`, where `here`."""
     logit = tl.load(logits + token, mask=here, other=0.0).to(tl.float32) + bias
     state = tl.load(seen + token, mask=here, other=0).to(tl.int32)
     bits = tl.load(allowed + (token >> 5), mask=here, other=0)

@@ -180,7 +180,7 @@ def _dequantize(
     numbers, scales, zeros, groups, matrix, first, count, columns, num_groups,
     GROUP: tl.constexpr, GROUPS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, E2M1: tl.constexpr,
 ):  # fmt: skip
-    """Rows `first` … of a matrix, to matrix [count, columns]."""
+    """Dequantizes rows `first` … of a matrix, to matrix [count, columns]."""
     row = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     begin = tl.program_id(1) * DEPTH
     step = begin + tl.arange(0, DEPTH)

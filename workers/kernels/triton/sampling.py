@@ -118,7 +118,7 @@ def _sample_token(
 
 @triton.jit
 def _best(orders, k):
-    """The k-th largest of orders [BLOCK], which has at least k."""
+    """Returns the k-th largest of orders [BLOCK], which has at least k."""
     low, above = tl.full((), -(1 << 31), tl.int64), tl.full((), 1 << 31, tl.int64)
     while above - low > 1:
         middle = (low + above) // 2
@@ -151,7 +151,7 @@ def _gather(row, vocab, cold, first, last, gathered, indices, BLOCK: tl.constexp
 
 @triton.jit
 def _load(row, begin, vocab, cold, BLOCK: tl.constexpr):
-    """Scaled logits, -inf outside."""
+    """Loads scaled logits, -inf outside."""
     token = begin + tl.arange(0, BLOCK)
     logits = tl.load(row + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
     return logits * cold
@@ -167,7 +167,7 @@ def _load_blocks(row, begin, vocab, cold, BLOCK: tl.constexpr):
 
 @triton.jit
 def _order_of(values):
-    """int32 that are ordered as the floats are."""
+    """Returns int32 that are ordered as the floats are."""
     bits = values.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -351,6 +351,6 @@ def _skip(row, vocab, cold, best, least, low, target, BLOCK: tl.constexpr):
 
 @triton.jit
 def _blocks(row, begin, vocab, cold, best, least, low, BLOCK: tl.constexpr):
-    """The sum of weights of BLOCKS blocks."""
+    """Returns the sum of weights of BLOCKS blocks."""
     weights = _weights(_load_blocks(row, begin, vocab, cold, BLOCK), best, least, low)
     return tl.sum(tl.sum(weights, 0).to(tl.float64), 0)

@@ -36,7 +36,7 @@ class Bidirectional:
         return torch.cat([self._attend_one(self._windows[layer], *prompt) for prompt in zip(*parts, strict=True)])
 
     def _attend_one(self, window: int | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """o of one prompt's tokens, some queries at a time: [n, Hq, D]."""
+        """Returns o of one prompt's tokens [n, Hq, D], some queries at a time."""
         count, kv_heads = k.shape[0], k.shape[1]
         keys, values = (one.transpose(0, 1).float().unsqueeze(1) for one in (k, v))  # [Hkv, 1, n, D]
         outputs = []
@@ -52,7 +52,7 @@ class Bidirectional:
         return torch.cat(outputs).to(q.dtype)
 
     def step_pages(self, layers: range) -> StepPages | None:
-        """There are none."""
+        """Returns no pages."""
         return None
 
     def read(self, layer: int, q: Tensor, sinks: Tensor | None, norm: HeadNorm | None) -> Tensor:

@@ -22,7 +22,7 @@ class PerLayerInputs:
         self._kernels, self._eps = kernels, config.rms_norm_eps
 
     def __call__(self, token_ids: Tensor, x: Tensor) -> Tensor:
-        """[T, L, P] of tokens, int64 [T], with embeddings x [T, H]."""
+        """Returns [T, L, P] of tokens, int64 [T], with embeddings x [T, H]."""
         projected = self._projection.linear(x).mul_(self._scale).unflatten(1, self._shape)
         normed = self._kernels.norm_heads(projected, self._norm, self._eps)
         of_tokens = self._embedding.look_up(token_ids).mul_(self._embedding_scale).unflatten(1, self._shape)

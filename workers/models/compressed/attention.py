@@ -23,7 +23,7 @@ class Compressor:
             self._query = parameters.query.q_up.prepare(), parameters.query.weights
 
     def __call__(self, x: Tensor, q: Tensor) -> Compression:
-        """x [T, H]; q [T, Q], normed."""
+        """Compresses x [T, H]; q [T, Q], normed."""
         query = None
         if self._query is not None:
             q_up, weights = self._query

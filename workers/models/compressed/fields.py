@@ -39,7 +39,7 @@ class CompressedConfig:
     out_rank: int
 
     def every(self, layer: int) -> int | None:
-        """Positions of an entry; None: the layer has a window alone."""
+        """Returns positions of an entry; None: the layer has a window alone."""
         return dict(self.rates).get(self.kinds[layer])
 
     def chooses(self, layer: int) -> bool:
@@ -114,7 +114,7 @@ def read_rotated(fields: Fields, head_dim: int) -> int:
 
 
 def read_mlp_kinds(fields: Fields, num_layers: int) -> tuple[str, ...]:
-    """hash_moe or moe of each layer."""
+    """Returns hash_moe or moe for each layer."""
     kinds = fields.raw("mlp_layer_types")
     if kinds is None:
         hashed = min(fields.integer("num_hash_layers", 3), num_layers)

@@ -8,7 +8,7 @@ from tandem.workers.models.compressed.fields import HyperConfig
 
 
 class HyperConnection:
-    """Around an attention or a feed-forward."""
+    """A hyper-connection around an attention or a feed-forward."""
 
     def __init__(self, config: HyperConfig, parameters: HyperParameters, norm_eps: float) -> None:
         self._kernels = choose_hyper_kernels(parameters.fn.device, config.streams)

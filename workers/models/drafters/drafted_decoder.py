@@ -64,7 +64,7 @@ class DraftedDecoder:
         return self.target.device
 
     def forward(self, token_ids: Tensor, cached: CachedAttention, last_rows: Tensor | None) -> Tensor:
-        """The target's logits, see DenseDecoder.forward."""
+        """Returns the target's logits, see DenseDecoder.forward."""
         self._steps.store(token_ids, cached)
         return self.target.forward(token_ids, cached, last_rows)
 

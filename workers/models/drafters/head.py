@@ -141,7 +141,7 @@ class HeadSteps:
         return self._model.device
 
     def reserve(self, num_rows: int) -> None:
-        """Steps of up to so many rows keep to one memory from now on."""
+        """Makes steps of up to so many rows use one memory from now on."""
         shape = num_rows, self.config.hidden_size
         self._reserved = self._hidden = torch.zeros(shape, dtype=self.config.dtype, device=self.device)
 

@@ -64,7 +64,7 @@ def read_nemotron_h(fields: Fields) -> ModelConfig:
 
 
 def _read_blocks(fields: Fields) -> str:
-    """A letter of BLOCKS for each layer."""
+    """Returns a letter of BLOCKS for each layer."""
     names, pattern = fields.raw("layers_block_type"), fields.raw("hybrid_override_pattern")
     if names is None and isinstance(pattern, str):
         blocks, field = pattern, "hybrid_override_pattern"

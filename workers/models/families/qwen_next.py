@@ -58,7 +58,7 @@ def read_qwen3_5_moe_of_images(fields: Fields) -> ModelConfig:
 
 
 def _fields_of_text(fields: Fields) -> Fields:
-    """Embeddings are tied where the whole model's are."""
+    """Returns the text's fields; embeddings are tied where the model's are."""
     text = fields_of_text(fields)
     values = {name: text.raw(name) for name in text.names()}
     return Fields({**values, "tie_word_embeddings": fields.boolean("tie_word_embeddings", False)}, text.source)

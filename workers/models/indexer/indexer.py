@@ -33,7 +33,7 @@ class Indexer:
         self._scale = (config.num_heads * config.head_dim) ** -0.5
 
     def __call__(self, x: Tensor, q: Tensor) -> Index:
-        """x [T, hidden]; q [T, q_rank], normed."""
+        """Makes the index of x [T, hidden]; q [T, q_rank], normed."""
         size = (self._config.head_dim,)
         key = F.layer_norm(self._key.linear(x), size, self._norm_weight, self._norm_bias, KEY_NORM_EPS)
         still, rotated = key.split_with_sizes(self._parts, 1)

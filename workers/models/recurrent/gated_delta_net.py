@@ -41,7 +41,7 @@ class GatedDeltaNet:
         return torch.cat([one.flatten(1) for one in qkv], 1), z
 
     def _split_rates(self, rates: Tensor) -> tuple[Tensor, Tensor]:
-        """b and a, [T, G, value_heads / G] each."""
+        """Splits rates into b and a, [T, G, value_heads / G] each."""
         groups = self._shape.key_heads if self._by_key_head else 1
         b, a = rates.unflatten(1, (groups, 2, -1)).unbind(2)
         return b, a

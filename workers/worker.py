@@ -291,7 +291,7 @@ class Worker:
         self._set_threads()
 
     def stop(self) -> None:
-        """leave(), and nothing comes after it."""
+        """Leaves the island for good."""
         try:
             self.leave()
         finally:

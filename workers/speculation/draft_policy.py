@@ -109,7 +109,7 @@ class DraftPolicy:
         self._steady = 1.0  # share of recent steps that could have followed a verify step without waiting
 
     def of(self, request: DecodeRequest) -> Drafted:
-        """The record of a request, which is kept until forget()."""
+        """Returns the record of a request, which is kept until forget()."""
         if request not in self._requests:
             self._requests[request] = drafted = Drafted(request, self._acceptance.share)
             if self._is_hopeless([self._acceptance.share], [request]):

@@ -26,7 +26,7 @@ class NgramDrafter:
         return [look_up(ask.context, self._max_ngram, ask.most) for ask in asks]
 
     def forget(self, sequence_id: int) -> None:
-        """There is nothing to forget."""
+        """Does nothing: there is nothing to forget."""
 
 
 def look_up(context: Int64Array, max_ngram: int, most: int) -> Int64Array:

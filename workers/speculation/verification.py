@@ -45,7 +45,7 @@ class Verification:
 
     @property
     def num_tokens(self) -> int:
-        """Input tokens of the step."""
+        """The input tokens of the step."""
         return sum(self.sizes) + len(self.sizes)
 
     def settle(self, samples: Samples, runs: Sequence[TokenRun], *, is_last: bool) -> None:
@@ -75,7 +75,7 @@ class Verification:
 
 
 def _finished(request: DecodeRequest, tokens: list[int], logprobs: Sequence) -> TokenRun:
-    """The tokens up to the first one that ends the request."""
+    """Returns the tokens up to the first one that ends the request."""
     assert request.rule is not None
     rule, before = request.rule, len(request.output)
     if before + len(tokens) < rule.max_tokens and rule.stop_ids.isdisjoint(tokens) and NOT_FINITE not in tokens:

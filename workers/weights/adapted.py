@@ -139,7 +139,7 @@ class AdaptedWeights:
     matrices: tuple[AdapterMatrices, ...]  # of all weights
 
     def compile(self) -> None:
-        """Kernels for products of all shapes."""
+        """Compiles the kernels for products of all shapes."""
         kernels = choose_adapter_kernels(self.memory.device)
         for one in {(one.a.shape, one.b.shape, len(one.ends)): one for one in self.matrices}.values():
             kernels.compile(one)

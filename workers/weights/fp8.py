@@ -50,7 +50,7 @@ class Fp8Form(Form):
         return Fp8Stack(new(count, rows, columns, dtype=NUMBERS), scales, bias, group, new.dtype)
 
     def _groups(self, columns: int) -> tuple[int, int]:
-        """Columns of a group, and groups of a row."""
+        """Returns the columns of a group, and the groups of a row."""
         group = columns if self.group is None else self.group
         return group, -(-columns // max(1, group))
 
@@ -192,7 +192,7 @@ class Fp8Stack(WeightStack):
         return self.prepare_grouped()(x, blocks, scale, fan_out)
 
     def prepare_grouped(self) -> Callable[[Tensor, ExpertBlocks, Tensor | None, int], Tensor]:
-        """Dense where no kernel multiplies by such groups."""
+        """Multiplies dequantized weights where no kernel takes such groups."""
         multiply, linear = choose_grouped_linear(self.device), self._linear()
         return lambda x, blocks, scale, fan_out: multiply(x, linear, blocks, scale, fan_out)
 

@@ -19,7 +19,7 @@ ROWS = 1024  # that are put into order at once
 
 @dataclass(frozen=True, eq=False)
 class PackedForm(Form):
-    """How memory holds them."""
+    """The form in which memory holds packed weights."""
 
     group: int | None  # columns that share a scale; None: all of a row
     zeros: bool = False
@@ -32,7 +32,7 @@ class PackedForm(Form):
     def stack(
         self, new: Allocator, count: int, rows: int, columns: int, bias: Tensor | None, *, transposed: bool
     ) -> "PackedStack":
-        """Packed numbers are never transposed."""
+        """Makes a stack. Packed numbers are never transposed."""
         return PackedStack(*self._tensors(new, (count, rows), columns), bias, new.dtype)
 
     def _tensors(

@@ -16,7 +16,7 @@ Parts = tuple[tuple[str, int], ...]
 
 
 class Projection(Protocol):
-    """x [T, columns] → x · matrixᵀ + bias [T, rows]."""
+    """Maps x [T, columns] to x · matrixᵀ + bias [T, rows]."""
 
     def linear(self, x: Tensor) -> Tensor: ...
 
@@ -66,7 +66,7 @@ class Weight(Projection, Protocol):
         ...
 
     def look_up(self, rows: Tensor) -> Tensor:
-        """[T, columns], a new tensor: the matrix's rows, int64 [T]."""
+        """Returns the matrix's rows, int64 [T], as a new tensor [T, columns]."""
         return self.tensor()[rows]
 
     def plain(self) -> Linear | None:
@@ -78,7 +78,7 @@ class Weight(Projection, Protocol):
         return self
 
     def named(self, name: str) -> dict[str, Tensor]:
-        """tensors() by their whole names in a checkpoint."""
+        """Returns tensors() by their whole names in a checkpoint."""
         return {f"{name}.{kind}": tensor for kind, tensor in self.tensors().items()}
 
 
@@ -96,7 +96,7 @@ class WeightStack(Protocol):
         ...
 
     def one(self, index: int) -> Weight:
-        """A view."""
+        """Returns a view of one weight."""
         ...
 
     def prepare(self) -> Callable[[Tensor], Tensor]:
@@ -108,7 +108,7 @@ class WeightStack(Protocol):
         ...
 
     def prepare_grouped(self) -> Callable[[Tensor, ExpertBlocks, Tensor | None, int], Tensor]:
-        """The fastest grouped() with what the stack holds now."""
+        """Returns the fastest grouped() for what the stack holds now."""
         return self.grouped
 
 
@@ -120,7 +120,7 @@ def tensor_name(name: str, kind: str) -> str:
 
 
 def split_weights(prefix: str, fused: Weight, parts: Parts) -> dict[str, Tensor]:
-    """The tensors of each part, by their names in a checkpoint."""
+    """Returns the tensors of each part, by their names in a checkpoint."""
     ends = list(accumulate((count for _, count in parts), initial=0))
     slices = [fused.slice(*rows).tensors() for rows in pairwise(ends)]
     return {

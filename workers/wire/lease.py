@@ -26,17 +26,17 @@ class Lease:
         self._ends = self.clock() + self.seconds
 
     def attend(self) -> None:
-        """A call waits from now on."""
+        """Stops the lease, because a call waits from now on."""
         self._calls += 1
 
     def leave(self) -> None:
-        """A call that waited has gone."""
+        """Notes that a call which waited has gone."""
         self._calls -= 1
         self._ends = self.clock() + self.seconds
 
     @property
     def seconds_left(self) -> float | None:
-        """None while a call waits; 0 when the lease is over."""
+        """Returns None while a call waits; 0 when the lease is over."""
         return None if self._calls else max(0.0, self._ends - self.clock())
 
     @property

@@ -30,7 +30,7 @@ RESERVATION_NUMBERS = {field.name for field in fields(Reservation)} - {"wire_map
 
 
 def prompt_to_bytes(token_ids: Sequence[int] | Int64Array) -> bytes:
-    """Token ids of a message."""
+    """Packs the token ids of a message."""
     return np.asarray(token_ids, PROMPT_DTYPE).tobytes()
 
 
@@ -75,7 +75,7 @@ def sampling_from_proto(message: inference_pb2.SamplingParams) -> SamplingParams
 
 
 def sliding_from_proto(message: inference_pb2.SlidingWindow) -> SlidingWindow:
-    """Nothing is validated here."""
+    """Converts a window. Nothing is validated here."""
     return SlidingWindow(message.window, message.sinks)
 
 

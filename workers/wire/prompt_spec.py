@@ -22,7 +22,7 @@ class EncoderPrompt(NamedTuple):
 
 
 MOST_READ = 256
-"""Prompts of one call of Worker/ReadPrompts."""
+"""The most prompts of one call of Worker/ReadPrompts."""
 
 NO_ENCODER = EncoderPrompt(0, 0)
 
@@ -45,12 +45,12 @@ class PromptSpec:
 
     @property
     def num_decoder(self) -> int:
-        """Tokens after the encoder's; all without an encoder."""
+        """The number of tokens after the encoder's; all without an encoder."""
         return len(self) - self.encoder.border
 
     @property
     def unpadded(self) -> Int64Array:
-        """The encoder's tokens, then the decoder's."""
+        """Returns the encoder's tokens, then the decoder's."""
         return np.concatenate((self.token_ids[: self.encoder.length], self.token_ids[self.encoder.border :]))
 
     def fits_window(self, num_output: int) -> bool:

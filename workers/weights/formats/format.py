@@ -63,7 +63,7 @@ class Method:
 
 
 def accept(section: Fields, name: str, accepted: tuple[object, ...], reason: str) -> None:
-    """UnsupportedFeature where the field has another value."""
+    """Raises UnsupportedFeature where the field has another value."""
     value = section.raw(name)
     if not any(type(value) is type(one) and value == one for one in accepted):
         shown, listed = SHOWN.repr(value), either(accepted)
@@ -75,7 +75,7 @@ def either(accepted: tuple[object, ...]) -> str:
 
 
 def read_modules(section: Fields, name: str) -> tuple[str, ...]:
-    """Names of modules, or patterns. Raises InvalidConfig."""
+    """Reads names of modules, or patterns. Raises InvalidConfig."""
     value = section.raw(name)
     if value is None:
         return ()

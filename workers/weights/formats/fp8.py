@@ -85,7 +85,7 @@ class Fp8Weight:
         return scales.view(dtype).float().view(rows, self.grid[1])[blocks - row]
 
     def stored_rows(self, first: int, count: int) -> Tensor:
-        """uint8 [count · row_bytes]."""
+        """Reads rows as uint8 [count · row_bytes]."""
         begin = self.file.tensors[self.name].begin
         return read_bytes(self.file, begin + first * self.row_bytes, count * self.row_bytes)
 
@@ -98,7 +98,7 @@ class Fp8Weight:
 
     @property
     def group(self) -> int | None:
-        """Columns that share a scale of a row; None: all."""
+        """The columns that share a scale of a row; None: all."""
         return None if self.grid[1] == 1 else self.block[1]
 
     def kept(self) -> Mapping[str, StoredWeight]:

@@ -56,7 +56,7 @@ class GptqWeight(Int4Weight):
 
 
 class Gptq2Weight(GptqWeight):
-    """Zeros as they are."""
+    """A GptqWeight whose zeros are stored as they are."""
 
     less = 0
 

@@ -64,11 +64,11 @@ class Int4Weight:
         raise NotImplementedError
 
     def read_scales(self, rows: range, groups: range) -> Tensor:
-        """Floats [rows, groups]."""
+        """Reads scales as floats [rows, groups]."""
         raise NotImplementedError
 
     def read_zeros(self, zeros: Plain, rows: range, groups: range) -> Tensor:
-        """uint8 [rows, groups]."""
+        """Reads zeros as uint8 [rows, groups]."""
         raise NotImplementedError
 
     def read_index(self) -> Tensor | None:

@@ -71,7 +71,7 @@ class Mxfp4Weight:
 
 @dataclass(frozen=True, eq=False)
 class Bytes:
-    """A tensor as its bytes, in a shape of as many."""
+    """A tensor seen as bytes, in a shape of as many elements."""
 
     stored: Plain
     shape: tuple[int, ...]
@@ -129,7 +129,7 @@ def _find(plain: Mapping[str, Plain], quantization: Quantization) -> tuple[dict[
 
 
 def mxfp4_form(parts: Sequence[StoredWeight], columns: int, kind: type[StoredWeight] = Mxfp4Weight) -> Form:
-    """Packed, as they are stored."""
+    """Returns the packed form, as the weights are stored."""
     return PackedForm(GROUP, exponents=True) if parts and all(isinstance(part, kind) for part in parts) else DENSE
 
 

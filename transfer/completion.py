@@ -1,7 +1,7 @@
 """Tells a receiver that all KV of a push is there, by one signal word and one payload word a reservation.
 
 signal word   bits 62…40 generation of the row (never 0) | bits 39…0 tokens landed in all layers
-payload word  bits 62…32 digest of the KV sent, 0 where none was asked for | bits 31…0 the first sampled token
+payload word  bits 62…32 digest of the KV sent, 0 without one | bits 31…0 the first sampled token
 
 No word carries the epoch: each epoch has mailboxes of its own, and an earlier one's are not mapped.
 """

@@ -106,7 +106,7 @@ class Rotation:
 
     @cached_property
     def factors(self) -> Tensor:
-        """Returns the factors of each token, [T, 2, rotary_dim]."""
+        """The factors of each token, [T, 2, rotary_dim]."""
         return self.table if self.rows is None else self.table[self.rows]
 
     @cached_property

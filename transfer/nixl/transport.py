@@ -21,8 +21,8 @@ copied to the host on that stream, and the thread reads it once its event has co
 
 **Peers.** Each peer has an agent of its own (`Link`), so that cut() can end all that this peer may do.
 
-**Loss.** A peer is lost when NIXL says so, when a write takes too long, or when it has sent no sign of life for as
-long as its endpoint allows. It stays so for the rest of its epoch: writes, posts and fences raise PeerGone.
+**Loss.** A peer is lost when NIXL says so, when a write takes too long, or when the peer is silent for longer than its
+endpoint allows. It stays so for the rest of its epoch: writes, posts and fences raise PeerGone.
 
 **Epochs.** An agent's name has a token that each open() draws anew, and notes of other names are ignored. close() ends
 the thread with its writes, takes the memory back from NIXL, and ends all connections with the agent. UCX encrypts

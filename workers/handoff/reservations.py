@@ -150,8 +150,8 @@ class Reservations:
     def start(self, request_id: str, reservation_id: int, max_tokens: int, num_output: int = 0) -> DecodeRequest:
         """Returns the request, whose lease ends here. From now on it lives as long as its stream.
 
-        InvalidCall when it has one already, wants more tokens than pages were reserved for, or its prompt is not longer
-        than the num_output tokens at its end that an earlier placement has put out.
+        InvalidCall when it has a stream already, or wants more tokens than pages were reserved for. Also when its
+        prompt has no tokens before the num_output ones that an earlier placement has put out.
         """
         request = self._requests.get(request_id)
         if request is None or request.sequence_id != reservation_id:
@@ -336,7 +336,7 @@ class Reservations:
 
     @property
     def _num_taken(self) -> int:
-        """Counts the sequences in use, among those that this worker may have."""
+        """The number of sequences in use, among those that this worker may have."""
         return len(self._draining) + sum(not request.parked for request in self._requests.values())
 
     def _has_room_for_longest(self) -> bool:

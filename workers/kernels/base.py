@@ -275,8 +275,8 @@ class DraftKernels(Protocol):
         ...
 
     def follow(self, rows: FollowingRows, histories: Histories, max_ngram: int) -> Tensor:
-        """Fills in the input token of each row whose source is up to FOLLOWS, and the number that the token after it
-        is sampled with, tandem.workers.sampling.random.uniform of its seed and position. Both in place.
+        """Fills in, in place, the input token of each row whose source is up to FOLLOWS, and the number with which the
+        next token is sampled: tandem.workers.sampling.random.uniform of its seed and position.
 
         The first row of sequence i gets the last token of its history. Row j gets the j-th token that look_up() of
         tandem.workers.speculation.ngram finds in the history with max_ngram; where that is 0, the j-th after the

@@ -109,7 +109,7 @@ class PromptReaders:
 
     @property
     def num_pending(self) -> int:
-        """Counts forwards whose values are not there yet."""
+        """The number of forwards whose values are not there yet."""
         return len(self._launched)
 
     def submit(self, request_id: str, prompts: Sequence[PromptSpec], wanted: Wanted) -> ReadCall:

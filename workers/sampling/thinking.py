@@ -79,7 +79,7 @@ class ThinkingLimit:
 
     @property
     def next_token(self) -> int | None:
-        """Returns the only token that may come next; None where others may, too."""
+        """The only token that may come next; None where others may, too."""
         if not self._thinks or not self._max_tokens or self._num_tokens < self._max_tokens:
             return None
         return self._end_ids[self._num_written]

@@ -36,7 +36,7 @@ class Lease:
 
     @property
     def seconds_left(self) -> float | None:
-        """Returns None while a call waits; 0 when the lease is over."""
+        """None while a call waits; 0 when the lease is over."""
         return None if self._calls else max(0.0, self._ends - self.clock())
 
     @property

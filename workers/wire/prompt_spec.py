@@ -50,7 +50,7 @@ class PromptSpec:
 
     @property
     def unpadded(self) -> Int64Array:
-        """Returns the encoder's tokens, then the decoder's."""
+        """The encoder's tokens, then the decoder's."""
         return np.concatenate((self.token_ids[: self.encoder.length], self.token_ids[self.encoder.border :]))
 
     def fits_window(self, num_output: int) -> bool:

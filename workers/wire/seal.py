@@ -1,7 +1,7 @@
-"""How a prefill worker knows a reservation that a decode worker of its island offered, unchanged, from any other.
+"""Tells a prefill worker whether a decode worker of its island offered a reservation, and it is unchanged.
 
-HMAC-SHA256 (RFC 2104) by the island's token. A message that was damaged on its way, or made up, would have its sender
-write into pages of other requests, and nothing in the map itself tells whose they are.
+HMAC-SHA256 (RFC 2104) by the island's token. A damaged or forged message would make its reader write
+into pages of other requests, and nothing in the map itself tells whose they are.
 """
 
 import hmac

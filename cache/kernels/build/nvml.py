@@ -42,7 +42,7 @@ class Driver:
 
     @property
     def visible_gpus(self) -> tuple[int, ...]:
-        """Returns their numbers, in the order in which such a process sees them."""
+        """Their numbers, in the order in which such a process sees them."""
         named = os.environ.get(VISIBLE)
         if named is None:
             return tuple(range(len(self.gpus)))

@@ -251,7 +251,7 @@ class Attention:
         if choice is None and layer in self.layers.index_keys:
             raise InvalidArgument(f"choice is None; layer {layer} has index keys, by which its queries must choose")
         if choice is not None and layer not in self.layers.index_keys:
-            raise InvalidArgument(f"choice is given; layer {layer} has no index keys, so None is accepted")
+            raise InvalidArgument(f"choice is given; layer {layer} has no index keys, so it must be None")
         if choice is not None:
             index, place = self.layers.index_keys[layer]
             group, plan = self.groups[index], self.plans[index]
@@ -319,7 +319,7 @@ class Attention:
         if layer in self.layers.given:
             raise InvalidArgument(f"layer is {layer}, which keeps an encoder's entries; read() serves it")
         if not causal and group.drops_past:
-            raise InvalidArgument(f"causal is False, but layer {layer} lets go of its past; True is accepted there")
+            raise InvalidArgument(f"causal is False, but layer {layer} drops its past; it must be True there")
         key = self.layers.places[layer][0], causal
         if key not in self._reads:
             self._reads[key] = group.backend.plan_read(plan.tokens, plan.tables, causal=causal)

@@ -75,7 +75,7 @@ class Beside(ServedKind):
 
     def check_inputs(self, num_tokens: int, x: Entries, site: Site) -> None:
         if self.planes == 1 and x.v is not None:
-            raise InvalidArgument("v is given, but entries have one plane; None is accepted")
+            raise InvalidArgument("v is given, but entries have one plane; it must be None")
         for name, tensor in (("k", x.k), ("v", x.v))[: self.planes]:
             check_tensor(name, tensor, (num_tokens, self.num_kv_heads, self.head_dim), site.pool.dtype, site.device)
 

@@ -77,7 +77,7 @@ class ServedKind(Kind):
 def kind_of(group: LayerGroup) -> ServedKind:
     """InvalidArgument unless layers can attend by the kind of a group."""
     if not isinstance(group.kind, ServedKind):
-        raise InvalidArgument(f"kind is {group.kind!r}; a kind of tandem.cache.kinds is accepted")
+        raise InvalidArgument(f"kind is {group.kind!r}; it must be a kind of tandem.cache.kinds")
     return group.kind
 
 

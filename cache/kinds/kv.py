@@ -51,13 +51,13 @@ class KV(ServedKind):
         num_q_heads = q.shape[1] if q is not None and q.dim() == 3 else self.num_kv_heads
         check_tensor("q", q, (num_tokens, num_q_heads, self.head_dim), site.dtype, site.device)
         if num_q_heads < 1 or num_q_heads % self.num_kv_heads:
-            raise InvalidArgument(f"q has {num_q_heads} heads; a multiple of {self.num_kv_heads} is accepted")
+            raise InvalidArgument(f"q has {num_q_heads} heads; it must have a multiple of {self.num_kv_heads}")
         if sinks is None:
             return
         if sinks.shape != (num_q_heads,) or not sinks.is_floating_point() or sinks.device != site.device:
             raise InvalidArgument(
-                f"sinks is {tuple(sinks.shape)} of {sinks.dtype} on {sinks.device}; {(num_q_heads,)} of a floating "
-                f"dtype on {site.device} is accepted"
+                f"sinks is {tuple(sinks.shape)} of {sinks.dtype} on {sinks.device}; it must be {(num_q_heads,)} of a "
+                f"floating dtype on {site.device}"
             )
 
     def check_gpu(self, index: int, layout: KVLayout, heads: LatentHeads | None) -> None:

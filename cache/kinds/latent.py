@@ -66,7 +66,7 @@ class Latent(ServedKind):
     def check_inputs(self, num_tokens: int, x: Latents, site: Site) -> None:
         heads, num_heads = self._heads(site), x.up.weight.shape[0]
         if x.up.heads != heads:
-            raise InvalidArgument(f"up.heads is {x.up.heads}; {heads} is accepted")
+            raise InvalidArgument(f"up.heads is {x.up.heads}; it must be {heads}")
         for name, tensor, shape in (
             ("q", x.q, (num_tokens, num_heads, heads.key_dim + self.rotated)),
             ("latents", x.latents, (num_tokens, self.rank)),

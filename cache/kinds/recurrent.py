@@ -58,13 +58,12 @@ class Recurrent(ServedKind):
         divisor, divided = self.shape.divisor
         if sizes[divided] % sizes[divisor]:
             raise InvalidArgument(
-                f"{divided} of group {index} is {sizes[divided]}; a multiple of {divisor}, "
-                f"{sizes[divisor]}, is accepted"
+                f"{divided} of group {index} is {sizes[divided]}; it must be a multiple of {divisor}, {sizes[divisor]}"
             )
         if groups[0].keeps.last or any(group.keeps.given for group in groups):
             raise InvalidArgument(
-                f"group {index} keeps states; a first group with an entry for each position is accepted, and none with "
-                "an encoder's entries"
+                f"group {index} keeps states; the first group must have an entry for each position, and no group an "
+                "encoder's entries"
             )
         super().check(index, groups, page_size)
 
@@ -97,10 +96,10 @@ class Recurrent(ServedKind):
         for name in self.shape.sides:
             if sizes[name] > MOST_GPU_DIM:
                 raise InvalidArgument(
-                    f"{name} of group {index} is {sizes[name]}; on a GPU at most {MOST_GPU_DIM} is accepted"
+                    f"{name} of group {index} is {sizes[name]}; on a GPU it must be at most {MOST_GPU_DIM}"
                 )
         if isinstance(self.shape, KdaShape) and self.shape.key_heads != self.shape.value_heads:
             raise InvalidArgument(
-                f"key_heads of group {index} is {self.shape.key_heads}; on a GPU, where rows of states decay by "
-                f"themselves, value_heads, {self.shape.value_heads}, is accepted"
+                f"key_heads of group {index} is {self.shape.key_heads}; on a GPU it must be value_heads, "
+                f"{self.shape.value_heads}, where rows of states decay by themselves"
             )

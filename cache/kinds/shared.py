@@ -38,7 +38,7 @@ class Shared(ServedKind):
         super().check(index, groups, page_size)
         if self.keeps.window is None:
             raise InvalidArgument(
-                f"keeps of group {index} is {self.keeps}, with K and V in one plane; a window is accepted"
+                f"keeps of group {index} is {self.keeps}, with K and V in one plane; it must be a window"
             )
         for layer in groups[index].layers:
             own = [group.kind for group in groups if layer in group.layers and isinstance(group.kind, Beside)]

@@ -98,8 +98,8 @@ class Growth:
             self.receptions.check_settled(sequence)
             if length or not end:
                 raise InvalidArgument(
-                    f"sequence {sequence} has {length} positions, and an encoder of {end}; an empty one with an "
-                    "encoder is accepted"
+                    f"sequence {sequence} has {length} positions, and an encoder of {end}; it must be empty and have "
+                    "an encoder"
                 )
         nothing: PageIds = tuple(np.empty(0, np.int32) for _ in table.groups)
         self.pages.grow(rows, lengths, ends, ends, nothing, clear=False)

@@ -57,7 +57,7 @@ class OpenTrees:
             given = [None] * len(seq_ids) if parents is None else list(parents)
         except TypeError:
             raise InvalidArgument(
-                f"token_tree_parents is {parents!r}; an entry for each sequence is accepted"
+                f"token_tree_parents is {parents!r}; it must have an entry for each sequence"
             ) from None
         if len(given) != len(seq_ids):
             raise InvalidArgument(f"token_tree_parents has {len(given)} entries; seq_ids has {len(seq_ids)}")

@@ -61,7 +61,7 @@ class Parts:
         integer("max_sequence_length", max_sequence_length, least=1)
         if integer("every of snapshots", snapshots.every, least=1) % layout.page_size and snapshots.most:
             raise InvalidArgument(
-                f"every of snapshots is {snapshots.every}; a multiple of page_size, {layout.page_size}, is accepted"
+                f"every of snapshots is {snapshots.every}; it must be a multiple of page_size, {layout.page_size}"
             )
         self.layout, self.max_sequence_length, self._layers = layout, max_sequence_length, LayerIndex.of(layout)
         self._writer = writer

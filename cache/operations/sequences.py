@@ -294,7 +294,7 @@ class SequenceCalls(Parts):
             raise InvalidArgument(f"group is {group}; 0 … {len(self._groups) - 1} are accepted")
         length = self.layout.paging[group].num_entries(self._table.num_positions(row))
         if not 0 <= integer("begin", begin) <= integer("end", end) <= length:
-            raise InvalidArgument(f"begin and end are {begin} and {end}; 0 ≤ begin ≤ end ≤ {length} is accepted")
+            raise InvalidArgument(f"begin and end are {begin} and {end}; they must be 0 ≤ begin ≤ end ≤ {length}")
         first = self._pages.first_positions(row)[group]
         if self.layout.paging[group].whole:
             first = length - 1
@@ -309,7 +309,7 @@ class SequenceCalls(Parts):
     def _check_encoder_len(self, encoder_len: int) -> None:
         integer("encoder_len", encoder_len)
         if encoder_len and not self.layout.has_encoder:
-            raise InvalidArgument(f"encoder_len is {encoder_len}; the layout has no encoder, so 0 is accepted")
+            raise InvalidArgument(f"encoder_len is {encoder_len}; the layout has no encoder, so it must be 0")
         size = self.layout.page_size
         if self.layout.has_encoder and not 1 <= encoder_len <= self.max_sequence_length // size * size:
             raise InvalidArgument(

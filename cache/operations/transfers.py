@@ -62,8 +62,8 @@ class TransferCalls(Parts):
         integer("target_pe", target_pe)
         if self.layout.recurs and (length := int(self._table.lengths[row])) > position_map.end_position:
             raise InvalidArgument(
-                f"the position map ends at {position_map.end_position}, but sequence {sequence} has the state behind "
-                f"{length} positions; a map that ends there or later is accepted"
+                f"the position map ends at {position_map.end_position}, but sequence {sequence} has the state after "
+                f"{length} positions; the map must end there or later"
             )
         for group, runs in zip(range(len(self._groups)), position_map.runs, strict=False):
             peer_pool = self._writer.peer_pool(target_pe, group)  # it refuses a PE that is not there

@@ -102,7 +102,7 @@ class SendMarks:
 
 def _check_map(position_map: PositionMap, every: tuple[int, ...], held_from: Sequence[int]) -> None:
     if position_map.num_tokens == 0:
-        raise InvalidArgument("the position map has no positions; at least 1 is accepted")
+        raise InvalidArgument("the position map has no positions; it must have at least 1")
     if len(position_map.runs) != len(held_from):
         raise InvalidArgument(
             f"the position map has {len(position_map.runs)} layer groups; the layout has {len(held_from)}"

@@ -17,7 +17,7 @@ def ids_of(seq_ids: Sequence[int] | Int64Array) -> tuple[int, ...]:
     try:
         return tuple(seq_ids.tolist() if isinstance(seq_ids, np.ndarray) else seq_ids)
     except TypeError:
-        raise InvalidArgument(f"seq_ids is {seq_ids!r}; a row of sequences is accepted") from None
+        raise InvalidArgument(f"seq_ids is {seq_ids!r}; it must be a row of sequences") from None
 
 
 class Standing(NamedTuple):

@@ -60,7 +60,7 @@ def integer(name: str, value: object, least: int | None = None) -> int:
     """value as an int. InvalidArgument, which calls it `name`, unless it is one, of Python's or numpy's, and not below
     `least`."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise InvalidArgument(f"{name} is {value!r}; an integer is accepted")
+        raise InvalidArgument(f"{name} is {value!r}; it must be an integer")
     if least is not None and value < least:
         raise InvalidArgument(f"{name} is {value}; it must be at least {least}")
     return int(value)
@@ -75,7 +75,7 @@ def integers(name: str, values: Any) -> Int64Array:
         array = np.empty((0, 0))
     too_large = array.dtype == np.uint64 and array.size and int(array.max()) > MOST_INTEGER
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu") or too_large:
-        raise InvalidArgument(f"{name} is {reprlib.repr(values)}; a row of integers of 64 bits is accepted")
+        raise InvalidArgument(f"{name} is {reprlib.repr(values)}; it must be a row of integers of 64 bits")
     return array.astype(np.int64, copy=False)
 
 
@@ -89,7 +89,7 @@ def check_factor(name: str, value: Any) -> None:
     """InvalidArgument, which calls it `name`, unless value is a number from LEAST_FACTOR to MOST_FACTOR."""
     is_number = isinstance(value, int | float | np.floating) and not isinstance(value, bool)
     if not is_number or not LEAST_FACTOR <= value <= MOST_FACTOR:
-        raise InvalidArgument(f"{name} is {value!r}; a number from {LEAST_FACTOR:.2g} to {MOST_FACTOR:.2g} is accepted")
+        raise InvalidArgument(f"{name} is {value!r}; it must be a number from {LEAST_FACTOR:.2g} to {MOST_FACTOR:.2g}")
 
 
 def address_of(array: Int32Array | Int64Array | NDArray[np.bool_]) -> int:

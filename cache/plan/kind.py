@@ -68,16 +68,16 @@ class Kind(ABC):
         for name in ("num_kv_heads", "head_dim"):
             integer(f"{name} of group {index}", getattr(self, name), least=1)
         if not isinstance(self.keeps, Span):
-            raise InvalidArgument(f"keeps of group {index} is {self.keeps!r}; a Span is accepted, as {ALL}")
+            raise InvalidArgument(f"keeps of group {index} is {self.keeps!r}; it must be a Span, such as {ALL}")
         if self.keeps.chunk is not None and self.keeps.chunk % page_size:
             raise InvalidArgument(
-                f"keeps of group {index} is chunks of {self.keeps.chunk} positions; a multiple of page_size, "
-                f"{page_size}, is accepted"
+                f"keeps of group {index} is chunks of {self.keeps.chunk} positions; it must be a multiple of "
+                f"page_size, {page_size}"
             )
         if self.attended and self.keeps.every > 1:
             raise InvalidArgument(
-                f"keeps of group {index} is {self.keeps}, but it does not stand beside others; a span with an entry "
-                "for each position is accepted"
+                f"keeps of group {index} is {self.keeps}, but it does not stand next to others; it must be a span with "
+                "an entry for each position"
             )
 
     def check_rope(self, rotary_dim: int) -> None:

@@ -181,6 +181,6 @@ class KVLayout:
         for layer, of in self.readers:
             if of not in readable or of > layer:
                 raise InvalidArgument(
-                    f"readers has ({layer}, {of}): layer {layer} would read layer {of}; an earlier layer that stores K "
-                    "and V is accepted"
+                    f"readers has ({layer}, {of}): layer {layer} would read layer {of}; it must be an earlier layer "
+                    "that stores K and V"
                 )

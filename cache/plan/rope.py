@@ -71,7 +71,7 @@ class RopeParameters:
             self._check_longrope()
         if self.rope_type == "proportional" and not 0 < self.partial_rotary_factor <= 1:
             raise InvalidArgument(
-                f"partial_rotary_factor is {self.partial_rotary_factor}; a number above 0 and up to 1 is accepted"
+                f"partial_rotary_factor is {self.partial_rotary_factor}; it must be above 0, and at most 1"
             )
         if self.rope_type in ("yarn", "longrope") and self.attention_factor is not None:
             check_factor("attention_factor", self.attention_factor)

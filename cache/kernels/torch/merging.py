@@ -15,7 +15,7 @@ def merge(parts: Sequence[Part]) -> Part:
     other shapes.
     """
     if not parts:
-        raise InvalidArgument("parts is empty; at least one is accepted")
+        raise InvalidArgument("parts is empty; it must have at least one")
     shape = parts[0].o.shape
     for index, (o, lse) in enumerate(parts):
         if o.shape != shape or lse.shape != shape[:2]:

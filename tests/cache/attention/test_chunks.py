@@ -161,7 +161,7 @@ def test_trees_end_with_their_chunk() -> None:
 
 def test_a_chunk_is_whole_pages() -> None:
     with pytest.raises(
-        InvalidArgument, match=r"keeps of group 1 is chunks of 6 positions; a multiple of page_size, 4,"
+        InvalidArgument, match=r"keeps of group 1 is chunks of 6 positions; it must be a multiple of page_size, 4"
     ):
         spanned(layout_of(2, 1), ALL, Chunk(6))
     with pytest.raises(InvalidArgument, match="size of the chunk is 0; it must be at least 1"):

@@ -346,7 +346,7 @@ def test_cached_encoder_entries_go_with_the_forward_behind_them() -> None:
 
 def test_calls_out_of_turn_are_refused() -> None:
     cache, plain = encoder_cache(PLAIN), cache_of(replace(PLAIN, groups=(LayerGroup((0,), KV(1, HEAD_DIM)),)))
-    with pytest.raises(InvalidArgument, match="encoder_len is 3; the layout has no encoder, so 0 is accepted"):
+    with pytest.raises(InvalidArgument, match="encoder_len is 3; the layout has no encoder, so it must be 0"):
         plain.add_sequence(1, 3)
     with pytest.raises(InvalidArgument, match="encoder_len is 0; the layout has an encoder, so 1 … 64 are accepted"):
         cache.add_sequence(1)
@@ -373,7 +373,9 @@ def test_calls_out_of_turn_are_refused() -> None:
         cache.enable_sliding_window(1, 8, 2)
     with pytest.raises(InvalidArgument, match=r"layers \[0\] keep an encoder's entries; a first group"):
         KVLayout((LayerGroup((0,), GivenKV(1, HEAD_DIM)), LayerGroup((1,), KV(1, HEAD_DIM, ALL))), SIZE, torch.float32)
-    with pytest.raises(InvalidArgument, match="layer 2 would read layer 1; an earlier layer that stores K and V is"):
+    with pytest.raises(
+        InvalidArgument, match="layer 2 would read layer 1; it must be an earlier layer that stores K and V"
+    ):
         replace(PLAIN, readers=((2, 1),))
     beside = LayerGroup((0,), Beside(1, HEAD_DIM, Every(4)))
     with pytest.raises(InvalidArgument, match=r"layers \[1\] keep an encoder's entries, but groups \[2\] stand beside"):

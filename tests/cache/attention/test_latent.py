@@ -171,9 +171,9 @@ def test_calls_that_do_not_fit() -> None:
         plan.attention.run(0, Latents(q, latents[:, 0], entries[:, 0, RANK:], up))
     with pytest.raises(InvalidArgument, match="layer is 1, which keeps no latents; attend"):
         cache.latent_attention(plan, 1, q, latents[:, 0], entries[:, 0, RANK:], up)
-    with pytest.raises(InvalidArgument, match=r"q is \(2, 4, 10\).*; \(3, 4, 10\)"):
+    with pytest.raises(InvalidArgument, match=r"q is \(2, 4, 10\).*; it must be \(3, 4, 10\)"):
         run_layer(cache, plan, 0, q[:2], entries[:2], latents[:2])
-    with pytest.raises(InvalidArgument, match=r"keys is \(3, 3\).*; \(3, 4\)"):
+    with pytest.raises(InvalidArgument, match=r"keys is \(3, 3\).*; it must be \(3, 4\)"):
         cache.latent_attention(plan, 0, q, latents[:, 0], entries[:, 0, RANK + 1 :], up)
     with pytest.raises(InvalidArgument, match=rf"q is \(3, {QUERY_HEADS}, 9\)"):
         cache.latent_attention(plan, 0, q[:, :, 1:], latents[:, 0], entries[:, 0, RANK:], up)

@@ -145,7 +145,7 @@ def test_calls_that_are_not_accepted() -> None:
         run_layer(cache, plan, layer, *layers[layer])
     with pytest.raises(InvalidArgument, match=r"q is \(4, 4, 8\) of"):
         cache.read(plan, 5, layers[5][0][:4])
-    with pytest.raises(InvalidArgument, match="causal is False, but layer 5 lets go of its past"):
+    with pytest.raises(InvalidArgument, match="causal is False, but layer 5 drops its past"):
         cache.read_part(plan, 5, layers[5][0], causal=False)
     with pytest.raises(InvalidArgument, match="parts is empty"):
         merge([])
@@ -171,7 +171,7 @@ def test_sequences_that_have_no_parts() -> None:
 @pytest.mark.parametrize(
     ("readers", "message"),
     [
-        (((4, 5), (5, 0)), "readers has .4, 5.: layer 4 would read layer 5; an earlier layer"),
+        (((4, 5), (5, 0)), "readers has .4, 5.: layer 4 would read layer 5; it must be an earlier layer"),
         (((4, 4),), "groups hold|layer 4 would read layer 4"),
         (((5, 0),), "must stand in exactly one group, or read another layer"),
         (((3, 0),), "must stand in exactly one group, or read another layer"),

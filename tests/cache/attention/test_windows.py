@@ -299,5 +299,7 @@ def test_wrong_values_are_refused() -> None:
     assert windowed(BOTH, None, 5).fingerprint != windowed(BOTH, None, 6).fingerprint
     cache = cache_of(layout_of(2))
     cache.add_sequence(0)
-    with pytest.raises(InvalidArgument, match=rf"sinks is \(3,\) .*; \({QUERY_HEADS},\) of a floating dtype"):
+    with pytest.raises(
+        InvalidArgument, match=rf"sinks is \(3,\) .*; it must be \({QUERY_HEADS},\) of a floating dtype"
+    ):
         run(cache, [0], [1], draw_inputs(layout_of(2), 1, seed=0), SINKS[:3])

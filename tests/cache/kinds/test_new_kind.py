@@ -137,7 +137,7 @@ def test_a_kind_that_nothing_serves_is_refused() -> None:
         head_dim: int = 8
         keeps: Span = ALL
 
-    with pytest.raises(InvalidArgument, match=r"kind is .*Unserved.*; a kind of tandem.cache.kinds is accepted"):
+    with pytest.raises(InvalidArgument, match=r"kind is .*Unserved.*; it must be a kind of tandem.cache.kinds"):
         kind_of(LayerGroup((0,), Unserved()))
 
 

@@ -272,7 +272,7 @@ def test_a_state_is_sent_before_it_changes() -> None:
     run_forward(sender, naive, {0: 2}, 2)  # it went with the forward before
     wanted = receiver.prepare_receive(1, 4)
     run_forward(sender, naive, {1: 5}, 3)
-    with pytest.raises(InvalidArgument, match="the position map ends at 4, but sequence 1 has the state behind 5 pos"):
+    with pytest.raises(InvalidArgument, match="the position map ends at 4, but sequence 1 has the state after 5 pos"):
         sender.mark_send(1, 0, wanted, 1)
 
 
@@ -317,17 +317,19 @@ def test_each_sequence_takes_one_page_of_states() -> None:
 
 def test_what_a_group_of_states_refuses() -> None:
     states, kv = LayerGroup((0,), Recurrent(SHAPE)), LayerGroup((1,), KV(2, HEAD_DIM))
-    with pytest.raises(InvalidArgument, match="group 0 keeps states; a first group with an entry for each position"):
+    with pytest.raises(
+        InvalidArgument, match="group 0 keeps states; the first group must have an entry for each position"
+    ):
         KVLayout((states, kv), 4, torch.float32)
-    with pytest.raises(InvalidArgument, match="value_heads of group 1 is 3; a multiple of key_heads, 2, is accepted"):
+    with pytest.raises(InvalidArgument, match="value_heads of group 1 is 3; it must be a multiple of key_heads, 2"):
         KVLayout((kv, replace(states, kind=Recurrent(replace(SHAPE, value_heads=3)))), 4, torch.float32)
     check_gpu(LAYOUT, None)
     wide = replace(states, kind=Recurrent(replace(SHAPE, value_dim=129)))
-    with pytest.raises(InvalidArgument, match="value_dim of group 1 is 129; on a GPU at most 128 is accepted"):
+    with pytest.raises(InvalidArgument, match="value_dim of group 1 is 129; on a GPU it must be at most 128"):
         check_gpu(replace(LAYOUT, groups=(kv, wide)), None)
-    with pytest.raises(InvalidArgument, match="state_size of group 1 is 130; on a GPU at most 128 is accepted"):
+    with pytest.raises(InvalidArgument, match="state_size of group 1 is 130; on a GPU it must be at most 128"):
         check_gpu(layout_of(replace(SSD, state_size=130)), None)
-    with pytest.raises(InvalidArgument, match=r"key_heads of group 1 is 1; on a GPU, .* value_heads, 3, is accepted"):
+    with pytest.raises(InvalidArgument, match="key_heads of group 1 is 1; on a GPU it must be value_heads, 3, where"):
         check_gpu(layout_of(replace(KDA, key_heads=1)), None)
     for shape in (KDA, SSD):
         check_gpu(layout_of(shape), None)
@@ -340,7 +342,7 @@ def test_what_a_group_of_states_refuses() -> None:
     attention = cache.begin_forward([0], [2]).attention
     with pytest.raises(InvalidArgument, match=r"mixed is \(3, 32\).* \(2, 32\) of torch.float32"):
         attention.recur(0, inputs_of(3, 0))
-    with pytest.raises(InvalidArgument, match="num_heads of group 1 is 5; a multiple of groups, 2, is accepted"):
+    with pytest.raises(InvalidArgument, match="num_heads of group 1 is 5; it must be a multiple of groups, 2"):
         layout_of(replace(SSD, num_heads=5))
     cache = Island.of(layout_of(SSD)).caches[0]
     cache.add_sequence(0)

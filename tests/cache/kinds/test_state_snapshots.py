@@ -342,7 +342,7 @@ def test_a_state_of_its_own_comes_before_a_snapshot() -> None:
 
 
 def test_snapshots_stand_where_pages_end() -> None:
-    with pytest.raises(InvalidArgument, match="every of snapshots is 6; a multiple of page_size, 4, is accepted"):
+    with pytest.raises(InvalidArgument, match="every of snapshots is 6; it must be a multiple of page_size, 4"):
         TvmCache(
             LAYOUT,
             pools_of(LAYOUT, 8),

@@ -89,14 +89,14 @@ def refuses(cache: TvmCache, call: Callable[[], object], message: str) -> None:
 @pytest.mark.parametrize(("name", "call"), SCALARS.values(), ids=SCALARS.keys())
 def test_what_is_no_integer(name: str, call: Call, value: Any) -> None:
     cache = filled()
-    refuses(cache, lambda: call(cache, value), rf"^{name} is .*; an integer is accepted")
+    refuses(cache, lambda: call(cache, value), rf"^{name} is .*; it must be an integer")
 
 
 @pytest.mark.parametrize("value", [*NO_INTEGERS, 1 << 63, [[1], 2]], ids=repr)
 @pytest.mark.parametrize(("name", "call"), ROWS.items(), ids=ROWS.keys())
 def test_rows_of_what_are_no_integers(name: str, call: Call, value: Any) -> None:
     cache, argument = filled(), re.escape(name.split()[0])
-    refuses(cache, lambda: call(cache, value), rf"^{argument} is .*; a row of integers of 64 bits is accepted")
+    refuses(cache, lambda: call(cache, value), rf"^{argument} is .*; it must be a row of integers of 64 bits")
 
 
 @pytest.mark.parametrize("longest", [MAX_LENGTH + 1, (1 << 63) - 1])
@@ -113,7 +113,11 @@ def test_appends_that_no_sequence_can_hold(longest: int, others: list[int]) -> N
 
 @pytest.mark.parametrize(
     ("seq_ids", "message"),
-    [(0, "seq_ids is 0; a row"), (None, "seq_ids is None; a row"), ([[0]], r"sequence \[0\] is not there")],
+    [
+        (0, "seq_ids is 0; it must be a row"),
+        (None, "seq_ids is None; it must be a row"),
+        ([[0]], r"sequence \[0\] is not there"),
+    ],
     ids=repr,
 )
 def test_rows_of_what_are_no_sequences(seq_ids: Any, message: str) -> None:
@@ -139,7 +143,7 @@ def test_trees_of_nobody() -> None:
     refuses(
         cache,
         lambda: cache.begin_forward([0], [1], token_tree_parents=none),  # type: ignore[arg-type]
-        "token_tree_parents is 5; an entry for each sequence is accepted",
+        "token_tree_parents is 5; it must have an entry for each sequence",
     )
 
 
@@ -159,7 +163,7 @@ def test_reservations_below_nothing() -> None:
     for call in calls:
         refuses(cache, lambda call=call: call(-1), "num_tokens is -1; it must be at least 0")
         refuses(cache, lambda call=call: call(9, -1), "longest_append is -1; it must be at least 0")
-        refuses(cache, lambda call=call: call(9, half), r"longest_append is 2\.5; an integer is accepted")
+        refuses(cache, lambda call=call: call(9, half), r"longest_append is 2\.5; it must be an integer")
 
 
 class WriterOfTwo(PeerWriter):
@@ -176,7 +180,7 @@ def test_peers_that_are_not_there() -> None:
     cache = filled(pools=pools[0], writer=WriterOfTwo(0, pools))
     asked = PositionMap(0, (SlotRuns.from_slots(range(9)),))
     half: Any = 0.5
-    refuses(cache, lambda: cache.mark_send(0, 0, asked, half), r"target_pe is 0\.5; an integer is accepted")
+    refuses(cache, lambda: cache.mark_send(0, 0, asked, half), r"target_pe is 0\.5; it must be an integer")
     for pe in (-1, 2):
         refuses(cache, lambda pe=pe: cache.mark_send(0, 0, asked, pe), f"pe is {pe}; 0 … 1 are accepted")
     cache.begin_forward([0], [4])
@@ -210,7 +214,7 @@ def test_maps_of_nothing() -> None:
     pools = [pools_of(LAYOUT, 32) for _ in range(2)]
     cache, nothing = filled(pools=pools[0], writer=PeerWriter(0, pools)), PositionMap(0, (SlotRuns.from_slots([]),))
     refuses(
-        cache, lambda: cache.mark_send(2, 0, nothing, 1), "the position map has no positions; at least 1 is accepted"
+        cache, lambda: cache.mark_send(2, 0, nothing, 1), "the position map has no positions; it must have at least 1"
     )
 
 
@@ -218,7 +222,7 @@ def test_maps_that_cannot_be() -> None:
     ones = np.ones(1)
     with pytest.raises(InvalidArgument, match="begins is float64 and lengths float64; both must be int32"):
         SlotRuns(ones, ones)  # type: ignore[arg-type]
-    with pytest.raises(InvalidArgument, match=r"start_position is 1\.5; an integer is accepted"):
+    with pytest.raises(InvalidArgument, match=r"start_position is 1\.5; it must be an integer"):
         PositionMap(1.5, (SlotRuns.from_slots([0]),))  # type: ignore[arg-type]
 
 
@@ -231,8 +235,8 @@ INPUTS: dict[str, tuple[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor | N
     "width of v": ("v", lambda q, k, v: (q, k, v[..., 1:])),
     "heads of k": ("k", lambda q, k, v: (q, k[:, :1], v)),
     "heads of k and v": ("k", lambda q, k, v: (q, k[:, :1], v[:, :1])),
-    "heads of q": ("q has 3 heads; a multiple of 2", lambda q, k, v: (q[:, :3], k, v)),
-    "no heads of q": ("q has 0 heads; a multiple of 2", lambda q, k, v: (q[:, :0], k, v)),
+    "heads of q": ("q has 3 heads; it must have a multiple of", lambda q, k, v: (q[:, :3], k, v)),
+    "no heads of q": ("q has 0 heads; it must have a multiple of", lambda q, k, v: (q[:, :0], k, v)),
     "flat q": ("q", lambda q, k, v: (q.flatten(1), k, v)),
     "dtype of q": ("q", lambda q, k, v: (q.bfloat16(), k, v)),
     "dtype of k": ("k", lambda q, k, v: (q, k.double(), v)),
@@ -333,7 +337,7 @@ def test_layouts_are_of_integers(name: str, value: Any) -> None:
         LayerGroup((1,), Latent(12, given["rank"])),
         LayerGroup((1,), IndexKeys(10, given["still"], given["top_k"])),
     )
-    with pytest.raises(InvalidArgument, match=r" is .*; an integer is accepted"):
+    with pytest.raises(InvalidArgument, match=r" is .*; it must be an integer"):
         KVLayout(groups, page_size, torch.float32)
 
 

@@ -207,7 +207,7 @@ def test_layouts_with_other_scales_are_not_alike() -> None:
             (KVScales.uniform(2, v=value), rf"scales\.v of layer 0 is {re.escape(str(value))}; ")
             for value in NO_FACTORS
         ),
-        (KVScales(((1.0,), (1.0, 0.0)), ((1.0,),) * 2), r"scales\.k of layer 1 is 0\.0; a number from"),
+        (KVScales(((1.0,), (1.0, 0.0)), ((1.0,),) * 2), r"scales\.k of layer 1 is 0\.0; it must be a number from"),
     ],
 )
 def test_scales_that_do_not_fit(scales: KVScales, message: str) -> None:

@@ -233,9 +233,9 @@ def test_wrong_values_are_refused() -> None:
 
 @pytest.mark.parametrize("value", NO_FACTORS)
 def test_heads_that_cannot_be(value: float) -> None:
-    with pytest.raises(InvalidArgument, match=f"^scale is {re.escape(str(value))}; a number from"):
+    with pytest.raises(InvalidArgument, match=f"^scale is {re.escape(str(value))}; it must be a number from"):
         cache_of(LAYOUT, scale=value)
-    with pytest.raises(InvalidArgument, match=f"^softcap is {re.escape(str(value))}; a number from"):
+    with pytest.raises(InvalidArgument, match=f"^softcap is {re.escape(str(value))}; it must be a number from"):
         cache_of(LAYOUT, softcap=value)
 
 

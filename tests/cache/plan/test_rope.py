@@ -174,7 +174,7 @@ def test_the_rotation_has_the_dtype_of_q_and_k() -> None:
         ({"rope_type": "llama3", "original_max_position_embeddings": 8}, "low_freq_factor is None"),
         ({"rope_type": "yarn", "original_max_position_embeddings": 8, "theta": 1.0}, r"theta is 1\.0; .* than 1"),
         ({"rope_type": "yarn", "original_max_position_embeddings": 8, "attention_factor": 0.0}, "^attention_factor is"),
-        ({"theta": "1"}, "theta is '1'; a number"),
+        ({"theta": "1"}, "theta is '1'; it must be a number"),
     ],
 )
 def test_bad_parameters_are_refused(fields: dict[str, Any], message: str) -> None:

@@ -85,11 +85,11 @@ def test_an_entry_is_for_several_positions(positions: Any) -> None:
 @pytest.mark.parametrize(
     ("group", "message"),
     [
-        (LayerGroup((0,), KV(1, 8, Every(4))), "keeps of group 1 is .* but it does not stand beside others"),
+        (LayerGroup((0,), KV(1, 8, Every(4))), "keeps of group 1 is .* but it does not stand next to others"),
         (LayerGroup((0,), KV(1, 8, Given())), "keeps of group 1 is Given"),
         (
             LayerGroup((0,), Shared(8, ALL)),
-            "keeps of group 1 is All.*, with K and V in one plane; a window is accepted",
+            "keeps of group 1 is All.*, with K and V in one plane; it must be a window",
         ),
         (LayerGroup((1,), Beside(1, 8)), r"with layers \[1\]; some of \[0\], each once, are accepted"),
         (LayerGroup((0,), Beside(1, 8, planes=3)), "planes of group 1 is 3; 1 and 2 are accepted"),
@@ -116,5 +116,5 @@ def test_a_window_is_of_positions(size: Any) -> None:
 
 @pytest.mark.parametrize("keeps", [8, None, "all"], ids=repr)
 def test_a_group_keeps_a_span(keeps: Any) -> None:
-    with pytest.raises(InvalidArgument, match=r"keeps of group 0 is .*; a Span is accepted"):
+    with pytest.raises(InvalidArgument, match=r"keeps of group 0 is .*; it must be a Span"):
         KVLayout((LayerGroup((0,), KV(1, 8, keeps)),), 4, torch.float32)

@@ -247,7 +247,7 @@ def test_wrong_use_is_refused() -> None:
         ([[-1, 0], None], r"token_tree_parents\[0\] has 2 entries; append_lengths\[0\] is 3"),
         ([[-1, 0, 2], None], r"token_tree_parents\[0\] has 2 as parent of node 2; -1 … 1 are accepted"),
         ([[-2, 0, 1], None], r"token_tree_parents\[0\] has -2 as parent of node 0; -1 … -1 are accepted"),
-        ([[-1, 0.5, 1], None], "a row of integers of 64 bits is accepted"),
+        ([[-1, 0.5, 1], None], "it must be a row of integers of 64 bits"),
     ):
         with pytest.raises(InvalidArgument, match=message):
             cache.begin_forward([0, 1], [3, 1], token_tree_parents=parents)

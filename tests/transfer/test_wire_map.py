@@ -35,7 +35,7 @@ def test_a_map_survives_the_wire() -> None:
 
 
 def test_the_map_of_a_sequence_that_slides_skips_what_its_window_does_not_show() -> None:
-    """Of positions 8 … 13 a window of 5 after 9 positions shows 8 and 12 … 13."""
+    """A window of 5 after 9 positions shows 8 and 12 … 13 of positions 8 … 13."""
     runs = SlotRuns.from_slots([3, SKIP, SKIP, SKIP, 5, 6])
     wanted = PositionMap(8, (runs, runs), Sliding(11, 9, rotated=14))
     pages: dict[str, Any] = {"num_pages": (NUM_PAGES,) * 2, "expected_start": 8, "expected_tokens": 6}

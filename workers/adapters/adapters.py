@@ -99,6 +99,15 @@ class Adapters:
         """Ends with what was read, or with BadAdapter."""
         return self._reading[number][2]
 
+    @property
+    def first_read(self) -> tuple[int, bytes] | None:
+        """The number of the oldest reading that is neither loaded nor dropped, and the digest of what was read, b"" for
+        an error. None while it is read."""
+        number, (_, _, future) = next(iter(self._reading.items()), (0, ("", 0, None)))
+        if future is None or not future.done():
+            return None
+        return number, b"" if future.exception() else future.result().digest
+
     def load(self, number: int, digest: bytes) -> None:
         """From now on requests may use what was read. Waits for it. Raises BadAdapter, and AdapterNotHeld where it has
         another digest; then the reading is as it was."""

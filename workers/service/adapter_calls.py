@@ -19,6 +19,7 @@ from tandem.workers.wire.prompt_spec import PromptSpec
 T = TypeVar("T")
 OnStepThread = Callable[[Callable[[], T]], Awaitable[T]]
 MAX_NAME, MAX_PATH = 256, 4096  # characters
+POLL_SECONDS = 0.005  # between looks at what other ranks have read
 
 
 class AdapterLoads:
@@ -68,10 +69,21 @@ class AdapterLoads:
                 raise BadAdapter(
                     f"path {request.path} has the adapter {found.digest.hex()}; {request.digest.hex()} is accepted"
                 )
+            await self._agree(number, found.digest, request.path)
         except BaseException:
             self._call(lambda: engine.drop_adapter(number))
             raise
         return await on_step_thread(end)
+
+    async def _agree(self, number: int, digest: bytes, path: str) -> None:
+        """Returns once all ranks of the worker have read the same. Raises BadAdapter."""
+        while (agree := self._engine.ranks_have_read(number, digest)) is None:
+            await asyncio.sleep(POLL_SECONDS)
+        if not agree:
+            raise BadAdapter(
+                f"path {path} has changed while it was read: ranks of this worker have read different files; one that "
+                "stays as it is is accepted"
+            )
 
     async def remove(
         self, request: worker_pb2.RemoveAdapterRequest, on_step_thread: OnStepThread

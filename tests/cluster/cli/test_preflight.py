@@ -355,10 +355,11 @@ def test_host_memory_that_holds_no_adapter_is_too_small(model: Path) -> None:
         f"adapters.host_bytes is 1048576; at least {needed} are accepted: so much has one adapter of rank 512 "
         "(adapters.max_rank)"
     )
-    divided = config_of(model, **keys, **{"island.decode_ranks": 2})
+    divided = config_of(model, **{**keys, "island.decode_ranks": 2})
     assert f"at least {2 * 4 * 512 * 9 * hidden * layers // 2} are accepted" in refused(divided)
     assert refused(divided).endswith("(adapters.max_rank) on each of the 2 ranks of a worker")
-    preflight.check_model(config_of(model, **keys | {"adapters.host_bytes": needed}))
+    keys["adapters.host_bytes"] = needed
+    preflight.check_model(config_of(model, **keys))
 
 
 def test_a_folder_for_prefixes_is_one(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

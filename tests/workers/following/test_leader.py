@@ -33,6 +33,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.free_pages, self.freed = 9, list[object]()
         self.made: PromptLogits | None = None
+        self.first_adapter_read: tuple[int, bytes] | None = None
 
     @property
     def pages(self) -> Pages:

@@ -5,26 +5,26 @@ from typing import Any
 
 import pytest
 
-from tandem.cluster.client import Client
+from tandem.cluster.client import AsyncClient
 from tests.benchmarks import adapter_load
 
 pytestmark = pytest.mark.long
 
 
-def test_each_round_adds_one_beside_streams(
+def test_adapters_are_added_in_turn_beside_streams(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     added: list[str] = []
-    add = Client.add_adapter
+    add = AsyncClient.add_adapter
 
-    def noted(self: Client, name: str, path: str, **options: Any) -> Any:
+    def noted(self: AsyncClient, name: str, path: str, **options: Any) -> Any:
         added.append(path.rpartition("/")[2])
         return add(self, name, path, **options)
 
-    monkeypatch.setattr(Client, "add_adapter", noted)
-    monkeypatch.setattr(adapter_load, "WINDOW_SECONDS", 0.5)
-    adapter_load.main(["--rounds", "2", "--streams", "2", "--size", "tiny", "--rank", "4"])
+    monkeypatch.setattr(AsyncClient, "add_adapter", noted)
+    adapter_load.main(["--adapters", "5", "--rate", "20", "--rank", "4"])
     found = json.loads(capsys.readouterr().out)
-    assert added == ["0", "1"]
+    assert added == ["0", "1", "2", "3", "0"]
+    assert not found["errors"]
     assert all(one["gaps"] > 10 for one in found["windows"].values())
     assert len(found["targets"]) == 1

@@ -19,6 +19,7 @@ from tests.support.http_client import COMPLETIONS, answer, get, post, refused
 from tests.support.island import Island, running_island
 from tests.support.moves import move_back_and_forth
 from tests.support.oracle import greedy, load_oracle, random_prompt
+from tests.support.steady_steps import steady_here
 from tests.support.waiting import until
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -128,6 +129,29 @@ def test_models_and_the_cluster_tell_of_them(island: Island, adapted: Adapted) -
     assert samples.total("tandem:adapter_sequences", adapter="a") == 0
     assert samples.total("tandem:worker_adapters", pe="0") == len(NAMES)
     assert samples.total("tandem:worker_adapter_bytes", pe="1") > 0
+
+
+def test_others_pass_a_request_that_waits_for_a_slot(adapted: Adapted) -> None:
+    """Streams of two adapters hold both slots, and the third adapter waits: the model's requests and theirs go on."""
+    passing = [(name, adapted.greedy(name)) for name in (None, "a", None, "b")]
+    settings = adapted.settings(**folders(adapted, *NAMES))
+    with (
+        steady_here(0.01),  # so that the streams last
+        ThreadPoolExecutor(1) as pool,
+        running_island(adapted.model, settings) as island,
+        island.client() as client,
+    ):
+        streams = [client.generate(PROMPT, max_tokens=200, model=name, **GREEDY) for name in ("a", "b")]
+        for stream in streams:
+            next(stream)
+        waiting = pool.submit(over_grpc, island, "c")
+        until(lambda: client.cluster_info().queued == 1)
+        for name, tokens in passing:
+            assert tokens_of(over_grpc(island, name)) == tokens
+        assert client.cluster_info().queued == 1
+        for stream in streams:
+            stream.close()
+        assert tokens_of(waiting.result(30)) == adapted.greedy("c")
 
 
 def test_idle_workers_report_what_they_hold(island: Island, adapted: Adapted) -> None:

@@ -3,6 +3,7 @@
 from tests.mutants.mutant import Mutant
 
 HELD = "workers/adapters/adapters.py"
+TURNS = "tests/workers/adapters/test_slot_turns.py"
 LIVES = "tests/workers/adapters/test_lives_of_adapters.py"
 
 ADAPTERS = (
@@ -53,5 +54,45 @@ ADAPTERS = (
         replace="            if False:\n",
         reason="A worker loads the weights that others have loaded, or a request meets another adapter on each side.",
         tests=(f"{LIVES}::test_what_cannot_be_loaded_is_refused_and_leaves_nothing",),
+    ),
+    Mutant(
+        name="slots-without-turns",
+        file="workers/handoff/slot_turns.py",
+        find="        if not first:\n",
+        replace="        if True:\n",
+        reason="An adapter in use gives way to one that has waited, or that one waits for ever.",
+        tests=(f"{TURNS}::test_every_adapter_gets_its_turn_however_many_ask",),
+    ),
+    Mutant(
+        name="slot-for-whoever-comes",
+        file="workers/handoff/slot_turns.py",
+        find="spare + len(before))",
+        replace="spare)",
+        reason="A slot that became free is for the first adapter that waits for one.",
+        tests=(f"{TURNS}::test_a_free_slot_is_for_the_first_that_waits",),
+    ),
+    Mutant(
+        name="prompts-behind-a-slot",
+        file="workers/scheduling/scheduler.py",
+        find="                continue\n            if not has_room(request):\n",
+        replace="                return\n            if not has_room(request):\n",
+        reason="Prompts that need no slot do not wait for one that does.",
+        tests=(f"{TURNS}::test_a_prompt_without_a_slot_is_passed_by_others_for_a_while",),
+    ),
+    Mutant(
+        name="behind-a-parked-request-without-a-slot",
+        file="workers/decode/parking.py",
+        find="                self._slotless.add(request)\n",
+        replace="",
+        reason="Requests that need no slot do not wait for a parked one that does.",
+        tests=(f"{TURNS}::test_a_parked_request_without_a_slot_is_passed_by_others_for_a_while",),
+    ),
+    Mutant(
+        name="ranks-that-read-different-files",
+        file="workers/service/adapter_calls.py",
+        find="            await self._agree(number, found.digest, request.path)\n",
+        replace="",
+        reason="A folder that changes while ranks read it is refused, or the worker ends.",
+        tests=("tests/workers/adapters/test_changing_folders.py",),
     ),
 )

@@ -6,6 +6,17 @@ ROUTING, DOORS = "tests/cluster/routing/test_adapters.py", "tests/cluster/fronte
 
 SERVED_ADAPTERS = (
     Mutant(
+        name="queue-behind-a-slot",
+        file="cluster/routing/router.py",
+        find="            if wanted.lacks_slot and self._queue.let_pass():\n",
+        replace="            if False:\n",
+        reason="Requests that need no slot do not wait in the queue for one that does.",
+        tests=(
+            f"{ROUTING}::test_others_pass_a_request_that_waits_for_a_slot",
+            "tests/e2e/test_adapters.py::test_others_pass_a_request_that_waits_for_a_slot",
+        ),
+    ),
+    Mutant(
         name="prefixes-of-any-adapter",
         file="cluster/routing/router.py",
         find="key_salt = adapter_salt(prompt.adapter, prompt.salt)",

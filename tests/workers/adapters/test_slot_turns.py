@@ -52,7 +52,8 @@ class Crowd:
         self.running = [one for one in self.running if one[0] > self.now]
         self.asking += [(self.now, *one) for one in arrivals]
         refused: set[tuple[int, bytes]] = set()
-        for ask in [*self.asking]:
+        order = {name: self.random.random() for name in NAMES}  # of gateways that ask at the same time
+        for ask in sorted(self.asking, key=lambda one: (order[one[2]], one[0])):
             since, priority, digest = ask
             if ask[1:] in refused:  # a gateway asks for the first of several
                 continue
@@ -68,6 +69,18 @@ class Crowd:
 
 
 NAMES = [bytes([number]) for number in range(6)]
+
+
+def test_a_free_slot_is_for_the_first_that_waits() -> None:
+    crowd = Crowd(1, Random(0))
+    crowd.tick([(0, NAMES[0])])
+    assert not crowd.turns.may_begin(NAMES[1], 0)
+    crowd.now += 0.1
+    assert not crowd.turns.may_begin(NAMES[2], 0)
+    crowd.adapters_in_use.clear()
+    assert not crowd.turns.may_begin(NAMES[2], 0)
+    assert crowd.turns.may_begin(NAMES[2], -1)
+    assert crowd.turns.may_begin(NAMES[1], 0)
 
 
 @pytest.mark.parametrize("slots", [1, 2, 4])

@@ -92,6 +92,7 @@ NOT_UNIT = (
     "tests/workers/decode/test_kernel_threads.py",
     "tests/workers/decode/test_parked_rows.py",
     "tests/workers/decode/test_parking.py",
+    "tests/workers/decode/test_parking_lanes.py",
     "tests/workers/handoff/test_late_calls.py",
     "tests/workers/following/test_worker_ranks.py",
     "tests/workers/handoff/test_local_reservations.py",

@@ -22,6 +22,7 @@ from tandem.cache.plan.pool_sizes import (
     num_snapshots,
     pages_of_groups,
 )
+from tandem.cache.store.copies import PageCopies
 from tandem.cache.store.disk.disk_pages import DiskSpace
 from tandem.cache.store.disk.page_files import FileShape
 from tandem.cache.store.host_store import HostStore
@@ -101,7 +102,7 @@ def keep_on_host(
     if store is not None:
         cache.keep_evicted(store)
     if config.parks:
-        cache.keep_parked(parked_store(config, layout, num_pages, pools))
+        cache.keep_parked(parked_store(config, layout, num_pages, pools, None if store is None else store.copies))
 
 
 def host_store(
@@ -155,11 +156,17 @@ def _fingerprint(config: WorkerConfig, layout: KVLayout) -> bytes:
     return blake2b(repr(parts).encode(), digest_size=16).digest()
 
 
-def parked_store(config: WorkerConfig, layout: KVLayout, num_pages: int, pools: Sequence[Tensor]) -> ParkedStore:
+def parked_store(
+    config: WorkerConfig,
+    layout: KVLayout,
+    num_pages: int,
+    pools: Sequence[Tensor],
+    copies: PageCopies | None = None,
+) -> ParkedStore:
     """Makes a store for parked sequences. Groups share config.parked_bytes as the pools do; groups with states count
-    one page for each sequence. layout: the largest of the island, by which all ranks keep as many pages. Raises
-    InvalidArgument where the bytes hold less than a page of each group. Where sequences take pages as they grow, the
-    bytes must hold the pools."""
+    one page for each sequence. layout: the largest of the island, by which all ranks keep as many pages. copies: see
+    ParkedStore. Raises InvalidArgument where the bytes hold less than a page of each group. Where sequences take pages
+    as they grow, the bytes must hold the pools."""
     counts = pool_pages(config, layout, num_pages)
     counts = [config.max_sequences if of.whole else count for of, count in zip(layout.paging, counts, strict=True)]
     total = sum(count * layout.page_bytes(group) for group, count in enumerate(counts))
@@ -167,7 +174,7 @@ def parked_store(config: WorkerConfig, layout: KVLayout, num_pages: int, pools: 
     least = ranks * (total if config.parking.reserved_output < 1 else max(-(-total // count) for count in counts))
     if given < least:
         raise InvalidArgument(f"cache.parked_bytes is {given}; at least {least} are accepted")
-    return ParkedStore(pools, [given // ranks * count // total for count in counts])
+    return ParkedStore(pools, [given // ranks * count // total for count in counts], copies)
 
 
 def _kept_on_host(config: WorkerConfig, layout: KVLayout, num_pages: int) -> list[int]:

@@ -8,6 +8,7 @@ from tandem.cache.operations.parts import Parts
 from tandem.cache.pages.page_pools import PageIds
 from tandem.cache.plan.arrays import Int64Array, checked_reach
 from tandem.cache.plan.errors import InvalidArgument
+from tandem.cache.store.copies import NO_COPIES
 from tandem.cache.store.parked_store import ParkedStore
 
 
@@ -27,7 +28,11 @@ class ParkingCalls(Parts):
     it. Snapshots of its earlier states are not."""
 
     def keep_parked(self, store: ParkedStore) -> None:
-        """Makes park() copy sequences into the store from now on."""
+        """Makes park() copy sequences into the store from now on. Call keep_evicted() first: the store then has the
+        copies of that one."""
+        if self._pools.copies not in (NO_COPIES, store.copies):
+            raise InvalidArgument("store has copies of its own; it must have those of the store of keep_evicted()")
+        self._pools.copies = store.copies
         self._parked, self._parked_rows = store, dict[int, ParkedRow]()
 
     def can_park(self, sequence: int) -> bool:
@@ -41,8 +46,9 @@ class ParkingCalls(Parts):
         return tuple(ids.size for ids in self._table.held_pages(self._table.row(sequence)))
 
     def park(self, sequence: int) -> None:
-        """Copies a sequence, which can_park(), into the store. It stays until it is removed; a sequence of the same id
-        then comes back with resume()."""
+        """Begins to copy a sequence, which can_park(), into the store. It stays until it is removed; a sequence of the
+        same id then comes back with resume(). Its pages may be removed at once: forwards and sends that write them wait
+        for the copies, and peers by copies_past()."""
         if self._parked is None:
             raise InvalidArgument("the cache has no store for parked sequences; keep_parked() gives it one")
         if reason := self._not_parkable(sequence):
@@ -52,7 +58,6 @@ class ParkingCalls(Parts):
         counts = np.array([ids.size for ids in pages], np.int64)
         if not self._parked.fits(counts.tolist()):
             raise InvalidArgument(f"sequence {sequence} has {counts.tolist()} pages; the store has no room for them")
-        self._fences.all_of(row)
         self._parked.put(sequence, pages)
         begins = np.array([int(group.begins[row]) for group in table.groups], np.int64)
         self._parked_rows[sequence] = ParkedRow(
@@ -61,7 +66,8 @@ class ParkingCalls(Parts):
 
     def resume(self, sequence: int, num_tokens: int, longest_append: int | None = None) -> PageIds:
         """Adds a parked sequence again, as it was, in pages of its own, and reserves room as reserve() does. The store
-        forgets it. Returns the pages that were copied back. OutOfPages and OutOfSequences change nothing."""
+        forgets it. Returns the pages that it is copied back into; forwards and sends wait for that, see has_arrived().
+        OutOfPages and OutOfSequences change nothing."""
         if self._parked is None or sequence not in self._parked:
             raise InvalidArgument(f"sequence {sequence} is not parked; park() comes first")
         num_tokens, longest = checked_reach(num_tokens, longest_append)
@@ -79,9 +85,8 @@ class ParkingCalls(Parts):
             self._table.remove(sequence)
             raise
         self._table.unclean[row] = was.unclean
-        for group, ids in enumerate(pages):
-            self._pools.copies.wait_for(group, ids)
         self._parked.fetch(sequence, pages)
+        self._fences.arrive(row)
         self.drop_parked(sequence)
         return pages
 

@@ -14,6 +14,7 @@ from tandem.cache.plan.arrays import Int32Array, Int64Array, checked_reach, inte
 from tandem.cache.plan.errors import CacheError, InvalidArgument, OutOfPages
 from tandem.cache.plan.prefix_chain import encoder_salt
 from tandem.cache.plan.spans import NO_WINDOW, Sliding
+from tandem.cache.store.copies import NO_COPIES
 from tandem.cache.store.page_store import PageStore
 
 
@@ -213,14 +214,24 @@ class SequenceCalls(Parts):
         self._pools.prefixes.keep_evicted(store)
         self._pools.copies = store.copies
 
+    @property
+    def has_copies(self) -> bool:
+        """Whether a store is there, of evicted pages or of parked sequences."""
+        return self._pools.copies is not NO_COPIES
+
+    @property
+    def bytes_in_copies(self) -> int:
+        """How many are being copied between the pools and the stores."""
+        return self._pools.copies.num_bytes
+
     def copies_past(self) -> Callable[[], bool] | None:
         """Says whether peers may write into pages that are free or reserved now, as far as copies between the pools and
-        the store are in the way; None where they may."""
+        the stores are in the way; None where they may."""
         return self._pools.copies.mark()
 
     def has_arrived(self, sequence: int) -> bool:
-        """Whether the pages that match_prefix had copied back are there. A forward would wait for them, and with it
-        what is launched after it."""
+        """Whether the pages that match_prefix or resume had copied back are there. A forward would wait for them, and
+        with it what is launched after it."""
         return self._fences.is_whole(self._table.row(sequence))
 
     @property

@@ -43,7 +43,7 @@ class PagePools:
         """The number of times that below() found a disk too slow."""
         self._page_size = page_size
         self.copies = NO_COPIES
-        """The copies between the pools and the store of evicted pages."""
+        """The copies between the pools and the stores of evicted pages and of parked sequences."""
         drops = [span.drops_past for span in spans] if spans else [False] * len(num_pages)
         indexed = [
             pages if drops_past else None for pages, drops_past in zip(self.prefixes.indexed, drops, strict=True)

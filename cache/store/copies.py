@@ -14,12 +14,13 @@ MOST_BYTES = 8 << 30  # copied at once; beyond that the host waits for the oldes
 
 
 class Moves(NamedTuple):
-    """Whole pages of one layer group to copy, between pages[i] of its pool and slots[i] of the store's memory; int32
-    [n] each."""
+    """Whole pages of one layer group to copy, between pages[i] of its pool and slots[i] of a store's memory; int32 [n]
+    each. memory: which of the lanes' memories, see Lanes.extend."""
 
     group: int
     pages: Int32Array
     slots: Int32Array
+    memory: int = 0
 
 
 class Copy(Protocol):
@@ -49,6 +50,11 @@ class Lanes(Protocol):
     ) -> Copy:
         """Queues copies, up into the pools or down into the store's memory. They run after everything launched on the
         current stream so far, and after `behind`. last: launches work that follows them on their lane."""
+        ...
+
+    def extend(self, memory: Sequence[Tensor]) -> None:
+        """Adds another store's memory, uint8 [num_slots, page_bytes] for each layer group. The memory that the lanes
+        were made with has number 0, and each later one the next number."""
         ...
 
 
@@ -88,7 +94,7 @@ class PageCopies:
         self._lanes, self._page_bytes, self._begins = lanes, page_bytes, begins
         self._pages = [np.zeros(count, np.int64) for count in num_pages]  # the number of each page's newest copy
         self._up = [np.zeros(count, np.int64) for count in num_pages]  # the same for copies up
-        self._slots = [np.zeros(count, np.int64) for count in num_slots]
+        self._slots = [[np.zeros(count, np.int64) for count in num_slots]]  # by memory, then by group
         self._under_way: dict[int, QueuedCopy] = {}  # by number
         self._num_bytes = self._number = 0
         self._past_bytes = self._past_seconds = 0.0  # of copies up; newer ones weigh more
@@ -101,9 +107,20 @@ class PageCopies:
                 self._forget(number)
         return bool(self._under_way)
 
-    def down(self, moves: Moves, last: Callable[[], None] | None = None) -> None:
+    @property
+    def num_bytes(self) -> int:
+        """The bytes that are being copied."""
+        return self._num_bytes if self.pending else 0
+
+    def extend(self, memory: Sequence[Tensor]) -> int:
+        """Lets another store copy on the same lanes. memory: see Lanes. Returns the number that its Moves give."""
+        self._lanes.extend(memory)
+        self._slots.append([np.zeros(len(slots), np.int64) for slots in memory])
+        return len(self._slots) - 1
+
+    def down(self, moves: Sequence[Moves], last: Callable[[], None] | None = None) -> None:
         """Pages to slots. last: see Lanes."""
-        self._queue([moves], self._lanes.copy([moves], self._touching([moves]), up=False, last=last), up=False)
+        self._queue(moves, self._lanes.copy(moves, self._touching(moves), up=False, last=last), up=False)
 
     def up(self, moves: Sequence[Moves]) -> None:
         """Slots to pages, layer by layer."""
@@ -143,12 +160,13 @@ class PageCopies:
             self._under_way[number].copy.wait()
 
     def filled(self, group: int, slots: Int32Array) -> Int64Array:
-        """int64 [n]: numbers of copies; once one is past, its slot holds what was copied there last."""
-        return self._slots[group][slots]
+        """int64 [n], for slots of memory 0: numbers of copies; once one is past, its slot holds what was copied there
+        last."""
+        return self._slots[0][group][slots]
 
     def settle(self, group: int, slots: Int32Array) -> None:
-        """Returns once no copy reads or writes these slots, int32 [n]."""
-        for copy in self._of(self._slots[group], slots) if self._under_way else ():
+        """Returns once no copy reads or writes these slots of memory 0, int32 [n]."""
+        for copy in self._of(self._slots[0][group], slots) if self._under_way else ():
             copy.finish()
 
     def is_past(self, number: int) -> bool:
@@ -170,8 +188,8 @@ class PageCopies:
     def _touching(self, moves: Sequence[Moves]) -> list[Copy]:
         if not self._under_way:
             return []
-        found = [self._of(self._pages[group], pages) for group, pages, _ in moves]
-        found += [self._of(self._slots[group], slots) for group, _, slots in moves]
+        found = [self._of(self._pages[of.group], of.pages) for of in moves]
+        found += [self._of(self._slots[of.memory][of.group], of.slots) for of in moves]
         return list({id(copy): copy for copies in found for copy in copies}.values())
 
     def _of(self, numbers: np.ndarray, places: Int32Array) -> list[Copy]:
@@ -181,11 +199,11 @@ class PageCopies:
 
     def _queue(self, moves: Sequence[Moves], copy: Copy, *, up: bool) -> None:
         self._number += 1
-        for group, pages, slots in moves:
-            self._pages[group][pages] = self._slots[group][slots] = self._number
+        for group, pages, slots, memory in moves:
+            self._pages[group][pages] = self._slots[memory][group][slots] = self._number
             if up:
                 self._up[group][pages] = self._number
-        num_bytes = sum(slots.size * self._page_bytes[group] for group, _, slots in moves)
+        num_bytes = sum(of.slots.size * self._page_bytes[of.group] for of in moves)
         self._under_way[self._number] = QueuedCopy(copy, num_bytes, up)
         self._num_bytes += num_bytes
         if copy.is_done():
@@ -228,15 +246,17 @@ class DirectLanes:
     """Copies synchronously, on a CPU."""
 
     def __init__(self, pools: Sequence[Tensor] = (), memory: Sequence[Tensor] = ()) -> None:
-        """For each layer group, its pool [num_pages, n] and its part of the store's memory [num_slots, n]."""
-        self._pools, self._memory = pools, memory
+        """For each layer group, its pool [num_pages, n] and its part of the store's memory [num_slots, n], in any
+        types of the same size."""
+        self._pools, self._memories = pools, list[Sequence[Tensor]]()
+        self.extend(memory)
 
     def copy(
         self, moves: Sequence[Moves], behind: Sequence[Copy], *, up: bool, last: Callable[[], None] | None = None
     ) -> MadeCopy:
         began = time.perf_counter()
-        for group, pages, slots in moves:
-            pool, memory = self._pools[group], self._memory[group]
+        for group, pages, slots, number in moves:
+            pool, memory = self._pools[group], self._memories[number][group]
             for page, slot in zip(pages.tolist(), slots.tolist(), strict=True):
                 if up:
                     pool[page].copy_(memory[slot])
@@ -246,6 +266,9 @@ class DirectLanes:
         if last is not None:
             last()
         return MadeCopy(seconds)
+
+    def extend(self, memory: Sequence[Tensor]) -> None:
+        self._memories.append([of.view(pool.dtype) for of, pool in zip(memory, self._pools, strict=True)])
 
 
 NO_COPIES = PageCopies(DirectLanes())

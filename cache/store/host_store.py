@@ -8,19 +8,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tandem.cache.plan.errors import InvalidArgument
-from tandem.cache.store.copies import DirectLanes, Lanes, Moves, PageCopies
+from tandem.cache.store.copies import Moves, PageCopies
 from tandem.cache.store.disk.disk_pages import DiskCounts
 from tandem.cache.store.host_memory import HostMemory
+from tandem.cache.store.lanes import Layers, MakeLanes, lanes_of
 from tandem.cache.store.page_store import NamedPages, PageNames, StoreCounts
 from tandem.cache.store.page_sums import PageSums, words_of
 from tandem.cache.store.shelf import Shelf
-from tandem.cache.store.stream_lanes import StreamLanes, stages_of
-
-Layers = Sequence[Sequence[int]]
-
-
-MakeLanes = Callable[[Sequence[Tensor], Sequence[Tensor], Layers, Sequence[int]], Lanes]
-"""Makes lanes from pools, the slots of each, the layers of each, and the first layer of each stage."""
+from tandem.cache.store.stream_lanes import stages_of
 
 
 class HostStore:
@@ -55,7 +50,7 @@ class HostStore:
         of_groups = [range(1)] * len(pools) if layers is None else layers
         if begins is None:
             begins = [0] if layers is None else stages_of(layers, self.page_bytes)
-        lanes = (make_lanes or _make_lanes)(pools, self._memory.shelves, of_groups, begins)
+        lanes = (make_lanes or lanes_of)(pools, self._memory.shelves, of_groups, begins)
         num_pages = [pool.shape[0] for pool in pools]
         self.copies = PageCopies(lanes, num_pages, num_slots, self.page_bytes, begins)
         self._down = self._up = self._hits = self._bad = 0
@@ -78,7 +73,7 @@ class HostStore:
         pages, slots = (np.fromiter(each, np.int32, len(page_of)) for each in (page_of.values(), page_of))
         self._filled[group][slots] += 1
         sums = None if self._sums is None else self._sums[group]
-        self.copies.down(Moves(group, pages, slots), None if sums is None else lambda: sums.note(pages, slots))
+        self.copies.down([Moves(group, pages, slots)], None if sums is None else lambda: sums.note(pages, slots))
         self._down += len(page_of)
         self._came(group, names)
 
@@ -191,7 +186,7 @@ class HostStore:
     ) -> None:
         """Drops pages that changed on some rank, on each. The ranks meet once where none did."""
         bad = []
-        for group, pages, slots in moves:
+        for group, pages, slots, _ in moves:
             self.copies.wait_for(group, pages)
             bad += sums[group].are_bad(pages, slots.tolist())
         if not self._agree(sum(bad)):
@@ -204,14 +199,3 @@ class HostStore:
                 self._shelves[of.group].drop(of.digests[index])
                 self._bad += 1
                 ok[index] = False
-
-
-def _make_lanes(pools: Sequence[Tensor], memory: Sequence[Tensor], layers: Layers, begins: Sequence[int]) -> Lanes:
-    if pools[0].device.type == "cuda":
-        return StreamLanes(pools, memory, layers, begins)
-    return DirectLanes([pool.view(pool.shape[0], -1) for pool in map(words_of, pools)], memory_words(pools, memory))
-
-
-def memory_words(pools: Sequence[Tensor], memory: Sequence[Tensor]) -> list[Tensor]:
-    """[num_slots, n] of each shelf, in the words of its pool: see words_of."""
-    return [one.view(words_of(pool).dtype) for pool, one in zip(pools, memory, strict=True)]

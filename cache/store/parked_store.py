@@ -4,11 +4,14 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tandem.cache.plan.arrays import Int32Array
 from tandem.cache.plan.errors import InvalidArgument
+from tandem.cache.store.copies import Moves, PageCopies
+from tandem.cache.store.lanes import MakeLanes, lanes_of
 
 ALIGNMENT = 64  # of a group's slots, in bytes
 
@@ -22,24 +25,41 @@ class ParkedCounts(NamedTuple):
 
 
 class ParkedStore:
-    """Slots for pages of each layer group, in one buffer, which is pinned on a GPU host. Copies are queued on the
-    current stream. A sequence keeps its slots until drop()."""
+    """Slots for pages of each layer group, in one buffer, which is pinned on a GPU host. A sequence keeps its slots
+    until drop().
 
-    def __init__(self, pools: Sequence[Tensor], num_slots: Sequence[int]) -> None:
-        """pools: one for each layer group, see PagedKVCache. num_slots: pages of each group that it can hold."""
+    Copies run on lanes, in parallel with forwards, and may be under way when a call returns: see PageCopies.
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[Tensor],
+        num_slots: Sequence[int],
+        copies: PageCopies | None = None,
+        make_lanes: MakeLanes | None = None,
+    ) -> None:
+        """pools: one for each layer group, see PagedKVCache. num_slots: pages of each group that it can hold. copies:
+        those of the store behind the prefix index, where there is one; both stores then use the same lanes. make_lanes:
+        None is by the pools' device."""
         if len(num_slots) != len(pools) or min(num_slots) < 0:
             raise InvalidArgument(f"num_slots is {tuple(num_slots)}; {len(pools)} counts of at least 0 are accepted")
-        self._pools = [pool.view(torch.uint8).view(pool.shape[0], -1) for pool in pools]
+        self._page_bytes = [pool[0].nbytes for pool in pools]
         self._free = [list(range(count))[::-1] for count in num_slots]
-        self._slots: dict[int, list[list[int]]] = {}  # by sequence, of each group
-        sizes = [count * pool.shape[1] for pool, count in zip(self._pools, num_slots, strict=True)]
+        self._slots: dict[int, list[Int32Array]] = {}  # by sequence, of each group
+        sizes = [count * size for count, size in zip(num_slots, self._page_bytes, strict=True)]
         ends = list(accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
         whole = _allocate(ends[-1], pinned=pools[0].device.type == "cuda")
-        self._memory = [
-            whole[begin : begin + size].view(count, pool.shape[1])
-            for begin, size, count, pool in zip([0, *ends], sizes, num_slots, self._pools, strict=False)
+        memory = [
+            whole[begin : begin + size].view(count, page)
+            for begin, size, count, page in zip([0, *ends], sizes, num_slots, self._page_bytes, strict=False)
         ]
         self._capacity = ends[-1]
+        if copies is None:
+            lanes = (make_lanes or lanes_of)(pools, memory, [range(1)] * len(pools), [0])
+            num_pages = [pool.shape[0] for pool in pools]
+            self.copies, self._number = PageCopies(lanes, num_pages, num_slots, self._page_bytes), 0
+        else:
+            self.copies, self._number = copies, copies.extend(memory)
 
     def __contains__(self, sequence: int) -> bool:
         return sequence in self._slots
@@ -49,32 +69,31 @@ class ParkedStore:
         return all(count <= len(free) for count, free in zip(counts, self._free, strict=True))
 
     def put(self, sequence: int, pages: Sequence[Int32Array]) -> None:
-        """Copies a sequence's pages, int32 [n] of each group; see fits(). Later work on the current stream may
-        overwrite the pages. A peer may do so once the device has made the copies."""
-        slots = self._slots[sequence] = [[free.pop() for _ in ids] for free, ids in zip(self._free, pages, strict=True)]
-        for memory, pool, own, ids in zip(self._memory, self._pools, slots, pages, strict=True):
-            for slot, page in zip(own, ids.tolist(), strict=True):
-                memory[slot].copy_(pool[page], non_blocking=True)
+        """Copies a sequence's pages, int32 [n] of each group; see fits(). Whoever writes them next waits for that."""
+        slots = [[free.pop() for _ in ids] for free, ids in zip(self._free, pages, strict=True)]
+        self._slots[sequence] = [np.array(own, np.int32) for own in slots]
+        self.copies.down(self._moves(sequence, pages))
 
     def fetch(self, sequence: int, pages: Sequence[Int32Array]) -> None:
-        """Copies a sequence back into as many pages of each group, in the same order."""
-        for memory, pool, own, ids in zip(self._memory, self._pools, self._slots[sequence], pages, strict=True):
-            for slot, page in zip(own, ids.tolist(), strict=True):
-                pool[page].copy_(memory[slot], non_blocking=True)
+        """Copies a sequence back into as many pages of each group, in the same order. Whoever reads or writes them next
+        waits for that."""
+        self.copies.up(self._moves(sequence, pages))
 
     def drop(self, sequence: int) -> None:
-        """Frees a sequence's slots. Idempotent."""
+        """Frees a sequence's slots. What is copied there next waits for the copies of these. Idempotent."""
         for free, own in zip(self._free, self._slots.pop(sequence, ()), strict=False):
-            free += reversed(own)
+            free += own[::-1].tolist()
 
     @property
     def counts(self) -> ParkedCounts:
         used = sum(
-            len(own) * pool.shape[1]
-            for slots in self._slots.values()
-            for own, pool in zip(slots, self._pools, strict=True)
+            own.size * size for slots in self._slots.values() for own, size in zip(slots, self._page_bytes, strict=True)
         )
         return ParkedCounts(len(self._slots), used, self._capacity)
+
+    def _moves(self, sequence: int, pages: Sequence[Int32Array]) -> list[Moves]:
+        of_groups = enumerate(zip(pages, self._slots[sequence], strict=True))
+        return [Moves(group, ids, slots, self._number) for group, (ids, slots) in of_groups]
 
 
 def _allocate(num_bytes: int, *, pinned: bool) -> Tensor:

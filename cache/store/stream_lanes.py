@@ -61,7 +61,9 @@ class StreamLanes:
         bytes. layers: of each group. begins: the first layer of each stage."""
         self._device = pools[0].device
         self._streams = [torch.cuda.Stream(self._device) for _ in range(2)]
-        self._pools, self._memory = ([one.data_ptr() for one in each] for each in (pools, memory))
+        self._pools = [pool.data_ptr() for pool in pools]
+        self._memories = list[list[int]]()
+        self.extend(memory)
         self._page_bytes = [pool[0].nbytes for pool in pools]
         self._cuts = [strips(group, nbytes, begins) for group, nbytes in zip(layers, self._page_bytes, strict=True)]
 
@@ -87,15 +89,19 @@ class StreamLanes:
                 events[-1:] = [self._event(stream)]
         return StreamCopy(began, events)
 
+    def extend(self, memory: Sequence[Tensor]) -> None:
+        self._memories.append([slots.data_ptr() for slots in memory])
+
     def _part(self, moves: Moves, stage: int | None) -> tuple[Int64Array, Int64Array, Int64Array]:
         """Addresses in memory and in the pool, and byte counts, for a stage; None: for all layers."""
         group, (begin, end) = moves.group, (0, self._page_bytes[moves.group])
         if stage is not None:
             begin, end = self._cuts[group][stage : stage + 2]
-        pages, slots = (places.astype(np.int64) * self._page_bytes[group] for places in moves[1:])
+        pages, slots = (places.astype(np.int64) * self._page_bytes[group] for places in (moves.pages, moves.slots))
         if begin == end:
             pages = slots = pages[:0]
-        return self._memory[group] + slots + begin, self._pools[group] + pages + begin, np.full(pages.size, end - begin)
+        in_memory, in_pools = self._memories[moves.memory][group] + slots, self._pools[group] + pages
+        return in_memory + begin, in_pools + begin, np.full(pages.size, end - begin)
 
     @staticmethod
     def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:

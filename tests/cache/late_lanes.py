@@ -9,17 +9,26 @@ from torch import Tensor
 
 from tandem.cache.paged_cache import PagedKVCache
 from tandem.cache.store.copies import Copy, Moves
-from tandem.cache.store.host_store import HostStore, Layers
+from tandem.cache.store.host_store import HostStore
+from tandem.cache.store.lanes import Layers
 from tandem.cache.store.stream_lanes import strips
 
 
 class LateCopy:
     """Its stages are made when somebody waits for them, after the copies before it on its lane."""
 
-    def __init__(self, before: "LateCopy | None", behind: Sequence[Copy], stages: list[Callable[[], None]]) -> None:
+    def __init__(
+        self, before: "LateCopy | None", behind: Sequence[Copy], stages: list[Callable[[], None]], looks: int | None
+    ) -> None:
+        """looks: after so many looks it is made, too."""
         self._before, self._behind, self._stages, self._num_done = before, behind, stages, 0
+        self._looks = looks
 
     def is_done(self) -> bool:
+        if self._looks is not None:
+            self._looks -= 1
+            if self._looks <= 0:
+                self.wait()
         return self._num_done == len(self._stages)
 
     def wait(self, stage: int | None = None) -> None:
@@ -42,8 +51,6 @@ class LateCopy:
 
 
 class LateLanes:
-    """random: some copies are made early, as they may be, too."""
-
     def __init__(
         self,
         pools: Sequence[Tensor],
@@ -51,10 +58,14 @@ class LateLanes:
         layers: Layers,
         begins: Sequence[int],
         random: Random | None = None,
+        most_looks: int | None = None,
     ) -> None:
+        """random: some copies are made early, as they may be, too. most_looks: copies are made after at most so many
+        looks at them; None: only once somebody waits."""
         self._pools = [pool.view(pool.shape[0], -1).view(memory[0].dtype) for pool in pools]
-        self._memory, self._random = memory, random
+        self._memories, self._random = [memory], random
         self._cuts = [strips(of, pool.shape[1], begins) for of, pool in zip(layers, self._pools, strict=True)]
+        self._most_looks = most_looks
         self._last: list[LateCopy | None] = [None, None]
         self.made: list[LateCopy] = []
 
@@ -68,17 +79,21 @@ class LateLanes:
             stages = []
         if last is not None:
             stages.append(last)
-        self._last[up] = copy = LateCopy(self._last[up], behind, stages)
+        looks = None if self._most_looks is None else (self._random or Random(0)).randint(1, self._most_looks)
+        self._last[up] = copy = LateCopy(self._last[up], behind, stages, looks)
         self.made.append(copy)
         if self._random is not None and self._random.random() < 0.2:
             self._random.choice(self.made).wait()
         return copy
 
+    def extend(self, memory: Sequence[Tensor]) -> None:
+        self._memories.append([of.view(pool.dtype) for of, pool in zip(memory, self._pools, strict=True)])
+
     def _move(self, moves: Sequence[Moves], stage: int, *, up: bool) -> None:
-        for group, pages, slots in moves:
+        for group, pages, slots, number in moves:
             part = slice(*self._cuts[group][stage : stage + 2]) if up else slice(None)
             for page, slot in zip(pages.tolist(), slots.tolist(), strict=True):
-                pool, memory = self._pools[group][page, part], self._memory[group][slot, part]
+                pool, memory = self._pools[group][page, part], self._memories[number][group][slot, part]
                 (pool if up else memory).copy_(memory if up else pool)
 
 

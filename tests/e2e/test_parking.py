@@ -1,18 +1,23 @@
 """Requests that give their room up to others and go on, in a cluster: tokens against transformers'."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from random import Random
+from threading import Event
 from typing import Any
 
 import pytest
 
+from tandem.cache.store import parked_store
 from tandem.cluster.cli.replayed_workers import replay_files
 from tandem.cluster.client import Client
 from tandem.cluster.metrics.cluster_series import worker_families
 from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.proto import inference_pb2
+from tests.cache.late_lanes import LateLanes
 from tests.e2e.test_ranks import is_idle
 from tests.e2e.test_state_snapshots import workers_of
 from tests.support.checkpoints import save_checkpoint
@@ -81,11 +86,24 @@ def mixed(island: Island, asked: Sequence[tuple[list[int], int, int]], options: 
     def one(of: tuple[list[int], int, int]) -> list[int]:
         prompt, most, priority = of
         with Client(island.address) as client:
-            updates = client.generate(prompt, max_tokens=most, priority=priority, timeout=120, **GREEDY, **options)
+            updates = client.generate(prompt, max_tokens=most, priority=priority, timeout=240, **GREEDY, **options)
             return tokens_of(list(updates))
 
     with ThreadPoolExecutor(8) as pool:
         return list(pool.map(one, asked))
+
+
+@contextmanager
+def one_parked(island: Island, count: int, expected: list[int], first: list[int]) -> Iterator[None]:
+    """`count` streams of the last priority reserve 22 of the 24 pages of each worker that decodes, so `first` parks
+    one. Checks the tokens of the streams at the end."""
+    with island.client() as client:
+        streams = [client.generate(LONG, max_tokens=len(expected), priority=10, **GREEDY) for _ in range(count)]
+        begun = [[*next(stream).token_ids] for stream in streams]
+        complete(island.address, first, max_tokens=24, priority=-5, **GREEDY)
+        yield
+        for first, stream in zip(begun, streams, strict=True):
+            assert first + tokens_of(list(stream)) == expected
 
 
 CASES = ["llama", "gemma3", "deepseek_v4", "gpt_oss", "qwen3_next", "llama4", "nemotron_h"]
@@ -97,6 +115,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "ngram": {"speculation.method": "ngram"},
     "host tier": {"cache.host_bytes": 4 << 20},
     "overcommit": {"scheduler.reserved_output": 0.1, "cache.parked_bytes": 64 << 20},
+    "late copies": {},
 }
 GATE = ("llama-2 ranks",)
 
@@ -108,19 +127,25 @@ GATE = ("llama-2 ranks",)
     ids=[f"{case}-{shape}" for case in CASES for shape in SHAPES if (case, shape) != ("nemotron_h", "ngram")],
 )
 def test_storms(case: str, shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests of four priorities have pages for a few; then the records are replayed."""
+    """Requests of four priorities have pages for a few, most of which are taken; then the records are replayed."""
+    moving = Event()
     if shape == "adaptive":
-        move_back_and_forth(2, monkeypatch)
+        move_back_and_forth(2, monkeypatch, moving.is_set)
+    if shape == "late copies":
+        late = partial(LateLanes, random=Random(3), most_looks=12)
+        monkeypatch.setattr(parked_store, "lanes_of", late)
     folder = save_checkpoint(case, tmp_path / "model")
-    random, most = Random(3), 24
+    random, most, oracle = Random(3), 24, load_oracle(folder)
     prompts = [random_prompt(random.randint(4, 60), number) for number in range(24)]
-    expected = greedy_all(load_oracle(folder), prompts, most)
+    expected, long = greedy_all(oracle, prompts, most), greedy(oracle, LONG, 150)
     asked = [(prompt, random.randint(2, most), random.choice([-5, 0, 4, 10])) for prompt in prompts]
     settings = {**FEW, "cache.num_pages": 24, "cache.state_interval": 16, "scheduler.max_sequences": 4}
     settings |= {"record.folder": str(tmp_path / "records"), "record.prompts": True, **SHAPES[shape]}
     with running_island(folder, settings) as island:
-        for tokens, (_, length, _), due in zip(mixed(island, asked, {}), asked, expected, strict=True):
-            assert tokens == due[:length]
+        with one_parked(island, 2 if shape == "adaptive" else 1, long, prompts[-1]):
+            moving.set()  # before, a move would make room as well as parking does
+            for tokens, (_, length, _), due in zip(mixed(island, asked, {}), asked, expected, strict=True):
+                assert tokens == due[:length]
         until(lambda: is_idle(island))
         workers = workers_of(island)
     assert sum(one.counters.parks for one in workers)

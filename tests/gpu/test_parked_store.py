@@ -26,9 +26,8 @@ pytestmark = [
 SHAPE = Shape(torch.bfloat16, q_heads=32, kv_heads=8, head_dim=128, page_size=16)
 
 
-def test_pages_may_be_overwritten_at_once() -> None:
-    """The pages are overwritten after put(), and the slots after fetch(), while the device is busy with earlier
-    work."""
+def test_copies_are_ordered_with_forwards_and_among_themselves() -> None:
+    """Pages are written after put(), and slots after fetch(), while the device is busy with earlier work."""
     pool = torch.randn(64, 1 << 18, device="cuda")
     content = pool[:32].clone()
     store = ParkedStore([pool], [32])
@@ -36,6 +35,8 @@ def test_pages_may_be_overwritten_at_once() -> None:
     for _ in range(50):
         busy = busy @ busy * 1e-3
     store.put(1, [np.arange(32, dtype=np.int32)])
+    assert store.copies.mark() is not None
+    store.copies.wait_for(0, np.arange(32, dtype=np.int32))
     pool[:32] = torch.nan
     store.fetch(1, [np.arange(32, 64, dtype=np.int32)])
     store.drop(1)

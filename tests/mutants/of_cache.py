@@ -166,7 +166,7 @@ CACHE = (
     Mutant(
         name="slot-filled-before-it-is-read",
         file="cache/store/copies.py",
-        find="        found += [self._of(self._slots[group], slots) for group, _, slots in moves]\n",
+        find="        found += [self._of(self._slots[of.memory][of.group], of.slots) for of in moves]\n",
         replace="",
         reason="A slot is given to another page once its own has come up, or a prefix gets the other's KV.",
         tests=("tests/cache/store/test_host_store.py::test_a_slot_is_read_before_it_is_filled_again",),

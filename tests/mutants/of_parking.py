@@ -5,6 +5,7 @@ from tests.mutants.mutant import Mutant
 PARKING_FILE = "workers/decode/parking.py"
 LOOPS = "tests/workers/decode/test_parking.py"
 ROWS = "tests/workers/decode/test_parked_rows.py"
+LANES = "tests/workers/decode/test_parking_lanes.py"
 
 PARKING = (
     Mutant(
@@ -46,6 +47,38 @@ PARKING = (
         replace="request.parked, request.reserved = False, reach[0]",
         reason="A request keeps what it has risen to, or the next one of a lower number parks it at once.",
         tests=(f"{LOOPS}::test_a_request_that_has_risen_is_not_parked_again_by_whom_it_waited_for",),
+    ),
+    Mutant(
+        name="pages-freed-while-they-are-copied",
+        file=PARKING_FILE,
+        find="        for is_past, request in copying:\n            if is_past is None or is_past():\n",
+        replace="        for _, request in copying:\n            if True:\n",
+        reason="A peer writes into pages once their copies are done, or a parked request comes back with its KV.",
+        tests=(f"{LANES}::test_steps_of_others_run_while_pages_are_copied",),
+    ),
+    Mutant(
+        name="row-before-its-pages-are-back",
+        file=PARKING_FILE,
+        find="        for is_past, request in rising:\n            if is_past is None or is_past():\n",
+        replace="        for _, request in rising:\n            if True:\n",
+        reason="A resumed request has its row once its pages are there, or all rows wait for them.",
+        tests=(f"{LANES}::test_steps_of_others_run_while_pages_are_copied",),
+    ),
+    Mutant(
+        name="resumed-before-its-pages-are-back",
+        file="cache/operations/parking.py",
+        find="        self._fences.arrive(row)\n",
+        replace="",
+        reason="On each rank a forward waits for the pages that it reads, or it reads what was there before.",
+        tests=("tests/cache/operations/test_parking.py::test_random_programs_with_parked_sequences[two groups]",),
+    ),
+    Mutant(
+        name="parked-before-its-pages-are-back",
+        file="cache/store/copies.py",
+        find="        found = [self._of(self._pages[of.group], of.pages) for of in moves]\n",
+        replace="        found = []\n",
+        reason="A page goes down again once it has come up, or what was there before is parked.",
+        tests=("tests/cache/store/test_parked_store.py::test_a_page_goes_down_once_it_has_come_up",),
     ),
     Mutant(
         name="parked-memory-kept",

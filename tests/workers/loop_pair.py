@@ -13,6 +13,7 @@ from tandem.cache.plan.arrays import Int32Array
 from tandem.cache.plan.page_writer import PageWriter
 from tandem.cache.plan.pool_sizes import NO_SNAPSHOTS, SnapshotRule
 from tandem.cache.plan.stored_layers import Stages
+from tandem.cache.store.lanes import MakeLanes
 from tandem.cache.store.parked_store import ParkedStore
 from tandem.transfer.recall import mailbox_rows
 from tandem.transfer.transport import Transport
@@ -120,6 +121,7 @@ class LoopPair:
         parked_slots: int = 64,
         adapters: Sequence[Path] = (),
         slots: tuple[int, int] = (1, 1),
+        parked_lanes: MakeLanes | None = None,
     ) -> None:
         """max_sequences: of the caches. drafter: None makes the one that `speculation` names. adapters: folders of LoRA
         adapters, which both workers hold. slots: for them on each worker's device."""
@@ -150,7 +152,7 @@ class LoopPair:
             )
             poison_free_pages(cache, transport.pools)
             if parking.most:
-                cache.keep_parked(ParkedStore(pools, [parked_slots] * len(pools)))
+                cache.keep_parked(ParkedStore(pools, [parked_slots] * len(pools), None, parked_lanes))
             return cache
 
         self.caches = [cache_over(*ends) for ends in zip(self.transports, self._writes, max_sequences, strict=True)]

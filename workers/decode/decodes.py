@@ -368,7 +368,7 @@ class Decodes:
 
     def _fail_all(self, error: Exception) -> float:
         """Ends every request with a row, now or in a step whose tokens are not read yet. What read() returns then."""
-        requests = [request for request in self._reservations.decoded() if request not in self._joining]
+        requests = [one for one in self._reservations.decoded() if one not in (*self._joining, *self._parking.rising)]
         log.error("a decode forward failed", exc_info=error, extra=of_requests(*requests))
         try:
             self._engine.drain()  # what was launched may still write to their pages

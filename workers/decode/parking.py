@@ -1,7 +1,7 @@
 """Preemption: running requests give up their pages to more urgent ones, and continue later.
 
-      leave        read by all steps, copied to host memory          resume
-row ─────────► leaving ──────────────────────────────────► parked ─────────► row
+    leave          read by all steps         copied          resume          copied
+row ─────► leaving ─────────────────► copying ─────► parked ───────► rising ───────► row
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +25,8 @@ from tandem.workers.wire.lease import Clock
 
 ASKED_SECONDS = 0.25  # a gateway asks again within this time for a request that found no room
 POLL_SECONDS = 0.02  # between looks for room while a request is parked
+COPY_POLL_SECONDS = 0.001  # between looks while a request is copied
+MOST_BYTES = 1 << 30  # being copied; beyond that no other request begins to be copied
 FIRST = -(1 << 40)  # the level of a request that has been parked for too long
 
 
@@ -32,6 +34,9 @@ class Ends(Protocol):
     def abort(self, request_id: str, writer_quiet: bool) -> bool:
         """See Decodes."""
         ...
+
+
+IsPast = Callable[[], bool]
 
 
 @dataclass(eq=False)
@@ -49,6 +54,9 @@ class Parking:
     number first, and among equal ones the latest arrival. Parked requests resume in the order of their levels (see
     ageing) as soon as there is room. A new request waits behind parked ones of its own or a lower level. A request
     keeps the level at which it resumed, so the requests that it waited for cannot park it again.
+
+    Steps of other rows run while a request is copied. Its pages are freed, and it gets a row again, once its copies are
+    done on all ranks.
 
     With overcommitted rows (see Overcommit), rows also leave for each other. Such a row is dropped if host memory has
     no room for it.
@@ -75,7 +83,8 @@ class Parking:
         self._priority_seconds = settings.priority_seconds
         self._clock = clock
         self._leaving: list[DecodeRequest] = []
-        self._copying: list[tuple[Callable[[], bool] | None, DecodeRequest]] = []
+        self._copying: list[tuple[IsPast | None, DecodeRequest]] = []
+        self._rising: list[tuple[IsPast | None, DecodeRequest]] = []
         self._parked: dict[DecodeRequest, float] = {}  # and the time at which each was parked
         self._slotless: set[DecodeRequest] = set()  # parked requests that had no slot when they were last looked at
         self._want: _Want | None = None
@@ -88,7 +97,7 @@ class Parking:
     def __len__(self) -> int:
         """Requests that have begun but have no row."""
         paused = 0 if self._growth is None else len(self._growth)
-        return len(self._leaving) + len(self._copying) + len(self._parked) + paused
+        return len(self._leaving) + len(self._copying) + len(self._parked) + len(self._rising) + paused
 
     # Requests that ask for room
 
@@ -138,7 +147,7 @@ class Parking:
     # Steps
 
     def upkeep(self) -> list[DecodeRequest]:
-        """Called before each batch. Returns the requests that resume now, which get a row."""
+        """Called before each batch. Returns the requests whose pages are back, which get a row."""
         self._copy()
         if self._growth is not None:
             comes = bool(self._leaving or self._copying)
@@ -147,12 +156,21 @@ class Parking:
         if self._want is not None and not self._leaving and not self._copying:
             self._end_want()
         self._slotless.clear()
-        return self._resumed() if self._parked else []
+        if self._parked:
+            self._resume()
+        return self._risen() if self._rising else []
 
     @property
     def again(self) -> float | None:
         """Seconds until upkeep() must be called again; None: no need."""
+        if self._copying or self._rising:
+            return COPY_POLL_SECONDS
         return POLL_SECONDS if len(self) else None
+
+    @property
+    def rising(self) -> list[DecodeRequest]:
+        """Those that have resumed, and whose pages are being copied back."""
+        return [request for _, request in self._rising]
 
     def withdraw(self, request: DecodeRequest) -> bool:
         """Forgets a request that ends. True if the cache no longer has its sequence."""
@@ -160,6 +178,7 @@ class Parking:
             self._leaving.remove(request)
         if self._growth is not None:
             self._growth.forget(request)
+        self._rising = [one for one in self._rising if one[1] is not request]
         if not request.parked:
             return False
         request.parked = False
@@ -174,11 +193,13 @@ class Parking:
         for request in leaving:
             if request in self._leaving:
                 continue
-            if engine.can_park(request.sequence_id) and len(self._parked) + len(self._copying) < self._most:
+            if engine.bytes_in_copies > MOST_BYTES:
+                self._leaving.append(request)
+            elif engine.can_park(request.sequence_id) and len(self._parked) + len(self._copying) < self._most:
                 engine.park(request.sequence_id)
                 request.parked = True
                 self._counters.parks += 1
-                self._copying.append((engine.mark(), request))
+                self._copying.append((engine.mark(copies=True), request))
             elif self._growth is None:  # host memory is full
                 self._rows.join([request])
             else:
@@ -191,9 +212,10 @@ class Parking:
             else:
                 self._copying.append((is_past, request))
 
-    def _resumed(self) -> list[DecodeRequest]:
-        """Others pass a request that has no slot for its adapter."""
-        resumed, slots = [], self._reservations.slots
+    def _resume(self) -> None:
+        """Starts to copy parked requests back, as far as there is room for them. Others pass a request that has no slot
+        for its adapter."""
+        slots = self._reservations.slots
         for request in sorted(self._parked, key=lambda one: (self._level(one), one.sequence_id)):
             own, adapter = self._level(request), request.prompt.adapter
             if self._is_asked_for(own):
@@ -202,6 +224,8 @@ class Parking:
                 self._slotless.add(request)
                 continue
             if not self._reservations.has_room(request):
+                break
+            if self._engine.bytes_in_copies > MOST_BYTES:
                 break
             reach = self._reservations.room.first_reach(request.prompt, request.max_tokens, len(request.output))
             try:
@@ -212,8 +236,17 @@ class Parking:
             slots.took(adapter)
             request.parked, request.level, request.reserved = False, own, reach[0]
             self._counters.resumes += 1
-            resumed.append(request)
-        return resumed
+            self._rising.append((self._engine.mark(copies=True), request))
+
+    def _risen(self) -> list[DecodeRequest]:
+        rising, risen = self._rising, []
+        self._rising = []
+        for is_past, request in rising:
+            if is_past is None or is_past():
+                risen.append(request)
+            else:
+                self._rising.append((is_past, request))
+        return risen
 
     def _is_stepped(self, request: DecodeRequest) -> bool:
         """Whether a step whose results are not read yet has the request."""

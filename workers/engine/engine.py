@@ -148,13 +148,14 @@ class Engine(StoreCalls, AdapterActions):
 
     @action
     def park(self, sequence: int) -> None:
-        """See PagedKVCache.park. The sequence gives its pages up with free(), once the device is past the copies."""
+        """See PagedKVCache.park. The sequence gives its pages up with free(), once mark(copies=True) is past."""
         self._cache.park(sequence)
         self._park_adapter(sequence)
 
     @action
     def resume(self, sequence: int, num_tokens: int, longest_append: int) -> tuple[Int32Array, ...]:
-        """See PagedKVCache.resume. Raises OutOfPages or OutOfSequences, and then the sequence stays parked."""
+        """See PagedKVCache.resume: mark(copies=True) tells when its pages are there. Raises OutOfPages or
+        OutOfSequences, and then the sequence stays parked."""
         with self._adapter_of_parked(sequence):
             return self._cache.resume(sequence, num_tokens, longest_append)
 

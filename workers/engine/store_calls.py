@@ -59,6 +59,11 @@ class StoreCalls:
         return self._cache.has_arrived(sequence)
 
     @property
+    def bytes_in_copies(self) -> int:
+        """A poll: see PagedKVCache.bytes_in_copies."""
+        return self._cache.bytes_in_copies
+
+    @property
     def ready_slots(self) -> tuple[int, ...] | None:
         """A poll: see PageStore.ready_slots; None without a store."""
         store = self._cache.page_store

@@ -184,7 +184,7 @@ class LeadingEngine(WatchedEngine):
         return super().digest(sequence, begin, end, sliding)
 
     def peers_mark(self) -> Callable[[], bool] | None:
-        return self.mark(copies=True) if self.lets_go or self._cache.page_store is not None else None
+        return self.mark(copies=True) if self.lets_go or self._cache.has_copies else None
 
     def mark(self, *, copies: bool = False) -> Callable[[], bool]:
         """Marks the device's queue. Followers look at their copies in any case."""

@@ -1,5 +1,6 @@
 """Repeats the actions of recorded engines, and compares the results."""
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, is_dataclass
@@ -29,6 +30,8 @@ from tandem.workers.replay.value_types import (
 
 WHOLE_ENDS = frozenset({"the worker left its island", "its process ended", RANK_LOST})
 """The ends of records with all that the worker wrote."""
+COPIES_SECONDS = 60.0
+POLL_SECONDS = 0.0005
 MOST_SHOWN = 400  # characters of a value
 
 Show = Callable[[int, "Playback", ActionEntry], None]
@@ -133,6 +136,8 @@ class Playback:
         except Exception as error:
             raised = type(error).__name__
         pushed = self._pushed()
+        if action.name == "expect":
+            self._await_copies()
         self._follow(action)
         for note in decoded:
             if isinstance(note, ResultEntry):
@@ -158,6 +163,14 @@ class Playback:
         except RankLost as error:
             raise Found("ranks", "all did it", error) from error
         return [log.take() for log in self._pushes]
+
+    def _await_copies(self) -> None:
+        """Returns once a peer may write: in the record it waited for that, too."""
+        is_past, deadline = self._engine.peers_mark(), time.monotonic() + COPIES_SECONDS
+        while is_past is not None and not is_past():
+            if time.monotonic() > deadline:
+                raise Found("copies between pools and host memory", "done", f"under way after {COPIES_SECONDS:g} s")
+            time.sleep(POLL_SECONDS)
 
     def _settle(self, note: ResultEntry, result: Any, raised: str, pushed: Sequence[tuple[Pushed, ...]]) -> None:
         """Compares what the action returned and wrote."""

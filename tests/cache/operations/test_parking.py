@@ -1,6 +1,8 @@
-"""Sequences that go to host memory and come back as they were, while others use their pages."""
+"""Sequences go to host memory and come back as they were, while others use their pages. Copies are as late as
+they may be."""
 
 from collections import Counter
+from functools import partial
 from random import Random
 
 import numpy as np
@@ -13,6 +15,7 @@ from tests.cache.kinds.test_state_snapshots import Program as StateProgram
 from tests.cache.kinds.test_state_snapshots import forward as state_forward
 from tests.cache.kinds.test_state_snapshots import island_of
 from tests.cache.known import Known
+from tests.cache.late_lanes import LateLanes
 from tests.cache.naive import pools_of
 from tests.cache.oracle import Oracle, Setting, cache_of
 from tests.cache.peer_writer import PeerWriter
@@ -23,17 +26,20 @@ from tests.support.tvm_cache import TvmCache
 SLOTS = 40
 
 
-def keep_parked(cache: TvmCache, slots: int = SLOTS) -> ParkedStore:
+def keep_parked(cache: TvmCache, slots: int = SLOTS, seed: int = 0) -> ParkedStore:
+    """seed: of the copies that are made early."""
     pools = [group.site.pool for group in cache._groups]
-    store = ParkedStore(pools, [slots] * len(pools))
+    copies = cache._pools.copies if cache.has_copies else None
+    store = ParkedStore(pools, [slots] * len(pools), copies, partial(LateLanes, random=Random(seed)))
     cache.keep_parked(store)
     return store
 
 
 def spoil_free_pages(cache: TvmCache) -> None:
-    """Fills pages that nobody uses with garbage. Sequences that come back do not look there."""
-    for group, users in zip(cache._groups, cache._pools.users, strict=True):
+    """Fills pages that nobody uses with garbage, once copies are past. Sequences that come back do not look there."""
+    for number, (group, users) in enumerate(zip(cache._groups, cache._pools.users, strict=True)):
         free = np.flatnonzero((users.allocator.references == 0) & (users.allocator._writers == 0))
+        cache._pools.copies.wait_for(number, free.astype(np.int32))
         words = group.site.pool.view(torch.uint8).view(group.site.pool.shape[0], -1)
         words[free] = 0x55
 
@@ -45,7 +51,7 @@ class ParkingProgram(Program):
         super().__init__(seed, setting, oracle)
         self._operations |= {self.park: 3.0, self.resume: 3.0}
         self.parked: list[dict[int, Known]] = [{}, {}]
-        self.stores = [keep_parked(side.cache, self.random.choice([6, SLOTS])) for side in self.sides]
+        self.stores = [keep_parked(side.cache, self.random.choice([6, SLOTS]), seed) for side in self.sides]
 
     def park(self, pe: int) -> None:
         side = self.sides[pe]
@@ -66,7 +72,8 @@ class ParkingProgram(Program):
         assert sequence in self.stores[pe]
         cache.remove_sequence(sequence)
         self.parked[pe][sequence] = side.known.pop(sequence)
-        spoil_free_pages(cache)
+        if self.random.random() < 0.5:  # else whoever gets a page has to wait
+            spoil_free_pages(cache)
         self.count("parked")
 
     def resume(self, pe: int) -> None:
@@ -146,7 +153,7 @@ class ParkingStates(StateProgram):
 def test_states_come_back(seed: int) -> None:
     program = ParkingStates(Random(seed), island_of(20, 10))
     for cache in program.island.caches:
-        keep_parked(cache)
+        keep_parked(cache, seed=seed)
     program.run(120)
     assert program.done["parked"] > 10
 

@@ -2,16 +2,19 @@
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import Any
 
 import pytest
 
+from tandem.cache.store.lanes import MakeLanes
 from tandem.cache.store.parked_store import ParkedStore
 from tandem.workers.config import ParkingSettings, SpeculationSettings
 from tandem.workers.errors import NoRoom
 from tandem.workers.requests.token_stream import TokenStream
 from tandem.workers.sampling.finish import FinishReason
+from tests.cache.late_lanes import LateLanes
 from tests.workers.decode.test_overlap_scheduling import NUM_PAGES, Bench, ScriptedRunner, expected
 from tests.workers.decode.test_verify_steps import LENGTH, ScriptedDrafter
 
@@ -19,7 +22,7 @@ WHOLE, PART = ParkingSettings(most=8, seconds=1e6), ParkingSettings(most=8, seco
 
 
 class LateRunner(ScriptedRunner):
-    """The device comes past what was launched three looks later."""
+    """The device comes past what was launched three looks later. In the storm its copies are late, too."""
 
     def mark(self) -> Callable[[], bool]:  # type: ignore[override]
         looks = iter((False, False))
@@ -27,10 +30,12 @@ class LateRunner(ScriptedRunner):
 
 
 class ParkingBench(Bench):
-    def __init__(self, parking: ParkingSettings, slots: int = 64, **options: Any) -> None:
+    def __init__(
+        self, parking: ParkingSettings, slots: int = 64, lanes: MakeLanes | None = None, **options: Any
+    ) -> None:
         super().__init__(clock=lambda: self.now, parking=parking, **options)
         self.now = 1000.0
-        self.store = ParkedStore(self.receiver.pools, [slots])
+        self.store = ParkedStore(self.receiver.pools, [slots], None, lanes)
         self.cache.keep_parked(self.store)
 
     def asks(self, name: str, max_tokens: int, priority: int) -> tuple[int, TokenStream] | None:
@@ -89,6 +94,8 @@ def test_storms(parking: ParkingSettings, drafts: str, runner: type[ScriptedRunn
         if drafts != "none":
             drafter = ScriptedDrafter(right=0.7, idle=0.2, seed=seed)
             options = {"drafter": drafter, "speculation": SpeculationSettings("ngram", LENGTH, 32)}
+        if runner is LateRunner:
+            options["lanes"] = partial(LateLanes, random=Random(seed), most_looks=12)
         bench = ParkingBench(parking, runner=runner, slots=random.choice([24, 64]), **options)
         if drafts == "followed":
             bench.follow()

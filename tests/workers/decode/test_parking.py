@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,6 +14,7 @@ from tandem.workers.config import ParkingSettings, SpeculationSettings
 from tandem.workers.errors import InvalidCall, NoRoom
 from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.sampling_params import SamplingParams, SlidingWindow
+from tests.cache.late_lanes import LateLanes
 from tests.support.checkpoints import save_checkpoint
 from tests.support.oracle import greedy, load_oracle, random_prompt
 from tests.support.prompt_specs import spec_of
@@ -357,7 +359,8 @@ def test_storms(case: str, tmp_path: Path) -> None:
     known = ParkingPair(folder, num_pages=200, parking=ParkingSettings(), max_sequences=(64, 64), sharing=False)
     expected: dict[tuple[int, ...], list[int]] = {}
     for seed in range(2):
-        pair = ParkingPair(folder, **{"num_pages": 16, "sharing": bool(seed), **CASES[case]})
+        late = partial(LateLanes, random=Random(seed), most_looks=8) if seed else None
+        pair = ParkingPair(folder, **{"num_pages": 16, "sharing": bool(seed), "parked_lanes": late, **CASES[case]})
         storm = Storm(pair, seed, varied=True)
         storm.run()
         counts["parks"] += pair.decode_counters.parks

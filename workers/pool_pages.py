@@ -24,6 +24,7 @@ from tandem.cache.plan.pool_sizes import (
 )
 from tandem.cache.store.copies import PageCopies
 from tandem.cache.store.disk.disk_pages import DiskSpace
+from tandem.cache.store.disk.folder import folder_name
 from tandem.cache.store.disk.page_files import FileShape
 from tandem.cache.store.host_store import HostStore
 from tandem.cache.store.parked_store import ParkedStore
@@ -144,8 +145,9 @@ def disk_space(config: WorkerConfig, layout: KVLayout, num_pages: int, own: KVLa
     )
     if given < least:
         raise InvalidArgument(f"cache.disk_bytes is {given}; at least {least} are accepted")
-    folder = Path(config.disk_path) / config.island / f"worker{config.pe}-rank{config.rank}"
-    return DiskSpace(folder, [given // ranks * size // total for size in sizes], _fingerprint(config, own))
+    folder = Path(config.disk_path) / config.island / folder_name(config.pe, config.rank)
+    named = frozenset(folder_name(pe, rank) for pe, count in enumerate(config.island_ranks) for rank in range(count))
+    return DiskSpace(folder, [given // ranks * size // total for size in sizes], _fingerprint(config, own), named)
 
 
 def _fingerprint(config: WorkerConfig, layout: KVLayout) -> bytes:

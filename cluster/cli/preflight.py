@@ -28,6 +28,7 @@ from tandem.cluster.config.sections import ModelSection
 from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import ConfigError, InvalidRequest, StartFailed
 from tandem.cluster.processes.ray_access import asked_host, check_ray_answers, machine_address
+from tandem.cluster.supervision.islands.disk_room import check_disk_bytes
 from tandem.cluster.supervision.shared_ports import check_ports
 from tandem.cluster.tools.nearest_families import nearest_families
 from tandem.transfer.factory import TRANSPORTS
@@ -77,6 +78,8 @@ def check_host(config: ClusterConfig, *, own_ray: bool, beside: Set[int] = froze
     lacking += [*_check_room(config), *lacking_for_ranks(config)] if own_ray else []
     if lacking:
         raise StartFailed("\n".join(lacking))
+    if own_ray:
+        check_disk_bytes(config)
     warnings = [*_warn_of_plain_text(config), *_warn_of_files(config, limit)]
     of_host = [*_warn_of_shm(), *warn_of_ranks(config), *warn_of_workers(config)] if own_ray else []
     return [*_warn_of_tokenizer(config), *warnings, *of_host, *_warn_of_load()]
@@ -304,7 +307,7 @@ def _check_room(config: ClusterConfig) -> Iterator[str]:
     on_gpu = config.island.device == "cuda"
     base = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     yield from _check_free(Path(base), TEMP_BYTES, "free some, or set RAY_TMPDIR to another folder for Ray's files")
-    if config.cache.disk_path is not None:  # the launcher counts its bytes
+    if config.cache.disk_path is not None:  # check_disk_bytes() counts its bytes
         for finding in _check_free(Path(config.cache.disk_path), 0, "set cache.disk_path to another one"):
             yield f"cache.disk_path: {finding}"
     if on_gpu:

@@ -25,13 +25,13 @@ from tandem.cluster.supervision.gateways.gateway_set import GatewaySet
 from tandem.cluster.supervision.island import Island, LoadState
 from tandem.cluster.supervision.island_set import IslandSet
 from tandem.cluster.supervision.islands.checkpoint import check_model
+from tandem.cluster.supervision.islands.disk_room import check_disk_bytes
 from tandem.cluster.supervision.islands.elastic_island import ElasticIsland
 from tandem.cluster.supervision.network import Network, wait_for_hosts
 from tandem.cluster.supervision.predecessor import Predecessor
 from tandem.cluster.supervision.process_modules import process_modules
 from tandem.cluster.supervision.process_settings import (
     FIRST_EPOCH,
-    check_disk_bytes,
     check_host_bytes,
     gateway_processes,
     gateway_settings,

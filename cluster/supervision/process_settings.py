@@ -3,7 +3,6 @@
 import math
 import os
 import secrets
-import shutil
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -221,29 +220,6 @@ def check_snapshots(worker: WorkerConfig, layout: KVLayout) -> None:
         f"cache.host_bytes is {worker.host_bytes}; it must be null where cache.{key} is {value} and the model has "
         "recurrent layers: no prefix is cached then"
     )
-
-
-def check_disk_bytes(config: ClusterConfig) -> None:
-    """Raises ConfigError if the disk of cache.disk_path has less than cache.disk_bytes for each of all workers. All
-    workers are on this machine. Files that earlier workers have left there count as room."""
-    cache, workers = config.cache, config.num_islands * len(config.island.ranks)
-    if cache.disk_path is None or cache.disk_bytes is None:
-        return
-    folder = Path(cache.disk_path)
-    try:
-        there = next(one for one in (folder, *folder.parents) if one.is_dir())
-        room = shutil.disk_usage(there).free + sum(file.stat().st_size for file in folder.rglob("*.pages"))
-    except OSError as error:
-        raise ConfigError(
-            f"cache.disk_path is {cache.disk_path}; it cannot be read ({error.strerror}), and a folder that can be is "
-            "accepted"
-        ) from error
-    most = room // workers
-    if cache.disk_bytes > most:
-        raise ConfigError(
-            f"cache.disk_bytes is {cache.disk_bytes} for each of {workers} workers; the disk of {there} has room for "
-            f"{room}: at most {most} are accepted"
-        )
 
 
 def check_host_bytes(config: ClusterConfig) -> None:

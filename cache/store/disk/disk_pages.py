@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.store.disk.entries import Entry, PageSum, words_of
-from tandem.cache.store.disk.folder import PageFolder
+from tandem.cache.store.disk.folder import PageFolder, remove_left
 from tandem.cache.store.disk.page_files import Bytes, FileShape, PageFiles
 from tandem.cache.store.shelf import Shelf
 
@@ -28,11 +28,13 @@ LOG_SECONDS = 60.0  # between two lines about errors
 
 class DiskSpace(NamedTuple):
     """folder: of this rank of this worker alone. num_bytes: of each layer group, all files included. fingerprint: 16
-    bytes that tell apart what pages must not be mixed: weights, layouts, shards."""
+    bytes that tell apart what pages must not be mixed: weights, layouts, shards. siblings: the names of the folders
+    beside this one that other ranks and workers may use; others are those of workers that were removed."""
 
     folder: Path
     num_bytes: Sequence[int]
     fingerprint: bytes
+    siblings: frozenset[str] | None = None
 
 
 class DiskCounts(NamedTuple):
@@ -93,7 +95,7 @@ class DiskPages:
                 f"cache.disk_bytes gives the layer groups {list(space.num_bytes)} bytes; a page of each and its header "
                 f"must fit, of {list(page_bytes)} bytes"
             )
-        self._fingerprint, self._shapes = space.fingerprint, shapes
+        self._fingerprint, self._shapes, self._siblings = space.fingerprint, shapes, space.siblings
         self._folder = PageFolder(space.folder, sum(shape.num_bytes for shape in shapes))
         self._files = [PageFiles(space.folder, group, shape) for group, shape in enumerate(shapes)]
         self._sums = [PageSum(num_bytes) for num_bytes in page_bytes]
@@ -195,6 +197,8 @@ class DiskPages:
     def _run(self) -> None:
         try:
             self._scan()
+            if self._siblings is not None:
+                remove_left(self._folder.path, self._siblings)
             while (job := self._next()) is not None:
                 if isinstance(job, Reading):
                     self._read(job)

@@ -6,6 +6,7 @@ import shutil
 import threading
 from collections import namedtuple
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
@@ -18,7 +19,7 @@ from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.store.disk import disk_pages, page_files
 from tandem.cache.store.disk.disk_pages import DiskPages, DiskSpace, Reading
 from tandem.cache.store.disk.entries import HEADER_BYTES, Entry
-from tandem.cache.store.disk.folder import PageFolder
+from tandem.cache.store.disk.folder import PageFolder, remove_left
 from tandem.cache.store.disk.page_files import FileShape
 from tests.cache.store.disk_killer import PAGE_BYTES, content, space
 
@@ -166,6 +167,43 @@ def test_one_process_has_a_folder(tmp_path: Path) -> None:
         PageFolder(tmp_path, 0, seconds=0.1)
     with opened(tmp_path):
         pass
+
+
+def test_pages_of_removed_workers_go_with_the_next_start(tmp_path: Path) -> None:
+    """Not those of workers that are there, of others' folders, or of a process that still runs."""
+    names = ["worker0-rank0", "worker1-rank0", "worker2-rank0", "worker3-rank0", "mine"]
+    spaces = {name: space(tmp_path / name) for name in names}
+    for name in names:
+        with opened(spaces[name]) as disk:
+            put(disk, 0, 1)
+    (tmp_path / "worker4-rank0").mkdir()  # nobody's: it has no lock
+    (tmp_path / "worker5-rank0").symlink_to(tmp_path / "mine")
+    siblings = frozenset(names[:2])
+    with opened(spaces["worker3-rank0"]), opened(spaces["worker0-rank0"]._replace(siblings=siblings)) as disk:
+        assert found(disk, 0, 1) == [True]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
+        [*names[:2], "worker3-rank0", "mine", "worker4-rank0", "worker5-rank0"]
+    )
+    with opened(spaces["worker1-rank0"]) as disk:
+        assert found(disk, 0, 1) == [True]
+    with opened(spaces["worker2-rank0"]) as disk:
+        assert found(disk, 0, 1) == [False]
+        put(disk, 0, 1)
+
+
+def test_a_worker_that_waits_for_a_folder_that_is_removed_makes_it_again(tmp_path: Path) -> None:
+    path = tmp_path / "worker1-rank0"
+    before = PageFolder(path, 0)
+    with ThreadPoolExecutor(1) as pool:
+        after = pool.submit(PageFolder, path, 0, SECONDS)
+        (path / "owner").unlink()
+        before.close()
+        folder = after.result(SECONDS)
+    remove_left(tmp_path / "worker0-rank0", ())
+    assert (path / "owner").read_text() == str(os.getpid())
+    folder.close()
+    remove_left(tmp_path / "worker0-rank0", ())
+    assert not path.exists()
 
 
 def test_folders_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

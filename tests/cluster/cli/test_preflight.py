@@ -4,6 +4,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -373,6 +374,23 @@ def test_a_folder_for_prefixes_is_one(model: Path, monkeypatch: pytest.MonkeyPat
     wrong = f"cache.disk_path: {pages} is no folder; set cache.disk_path to another one"
     assert refused(config, StartFailed) == wrong
     check_host(config, own_ray=False)  # the workers may be on other hosts
+
+
+def test_a_disk_has_room_for_the_prefixes_of_all_workers(
+    model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What earlier workers have left there counts as room."""
+    monkeypatch.setattr(preflight.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5000))
+    (tmp_path / "pages").mkdir()
+    (tmp_path / "pages" / "left.pages").write_bytes(bytes(1001))
+    keys = {"cache.host_bytes": 1 << 20, "cache.disk_path": str(tmp_path / "pages"), "cache.disk_bytes": 3001}
+    assert refused(config_of(model, **keys)) == (
+        f"cache.disk_bytes is 3001 for each of 2 workers; the disk of {tmp_path}/pages has room for 6001: at most 3000 "
+        "are accepted"
+    )
+    check_host(config_of(model, **keys), own_ray=False)
+    check_host(config_of(model, **keys | {"cache.disk_bytes": 3000}), own_ray=True)
 
 
 def test_a_folder_for_records_has_room_for_one_of_each_worker(

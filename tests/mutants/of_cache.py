@@ -126,8 +126,8 @@ CACHE = (
     Mutant(
         name="page-on-disk-that-is-another",
         file="cache/store/disk/disk_pages.py",
-        find="is_good = self._sums[group].of(words_of(target), entry) == entry.sum",
-        replace="is_good = True",
+        find="found[index] = self._sums[group].of(words_of(target), entry) == entry.sum",
+        replace="found[index] = True",
         reason="What a disk gives back is compared with the sum of what was written.",
         tests=("tests/cache/store/test_disk_pages.py::test_a_changed_byte_is_a_miss_that_is_counted",),
     ),

@@ -5,7 +5,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +18,7 @@ from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.store.disk.entries import Entry, PageSum, words_of
 from tandem.cache.store.disk.folder import PageFolder, remove_left
-from tandem.cache.store.disk.page_files import Bytes, FileShape, PageFiles
+from tandem.cache.store.disk.page_files import MOST_READS, Bytes, FileShape, PageFiles
 from tandem.cache.store.shelf import Shelf
 
 log = logging.getLogger(__name__)
@@ -80,7 +82,7 @@ class _Writing(NamedTuple):
 
 class DiskPages:
     """The least recently used pages give way. Any thread may call it; a thread of its own does all that may wait for
-    the disk, reads before writes.
+    the disk, reads before writes. It has up to MOST_READS pages read at once, and writes while nothing is read.
 
     What an earlier process has left under the same fingerprint is found again. A page is compared with the sum in its
     header each time it is read, so what a killed process had half written is a miss.
@@ -112,6 +114,7 @@ class DiskPages:
         self._counts = DiskCounts(sum(shape.num_slots * shape.page_bytes for shape in shapes))
         self._past_bytes = self._past_seconds = 0.0
         self._logged = -LOG_SECONDS
+        self._readers = ThreadPoolExecutor(MOST_READS, "disk read")
         self._thread = threading.Thread(target=self._run, name="disk", daemon=True)
         self._thread.start()
 
@@ -210,6 +213,7 @@ class DiskPages:
                 left, self._readings = list(self._readings), deque()
             for reading in left:
                 reading.done.set()
+            self._readers.shutdown()
             for files in self._files:
                 files.close()
 
@@ -279,40 +283,58 @@ class DiskPages:
             self._count(written=1)
 
     def _read(self, reading: Reading) -> None:
-        began, num_bytes = time.perf_counter(), 0
-        for index, (digest, target) in enumerate(zip(reading.digests, reading.targets, strict=True)):
+        began, num_bytes, pages = time.perf_counter(), 0, list(zip(reading.digests, reading.targets, strict=True))
+        for begin in range(0, len(pages), MOST_READS):
             if self._stopping:
                 break
-            reading.found[index] = self._read_page(reading.group, digest, target)
-            num_bytes += target.size
-            if reading.also is not None and reading.found[index]:
-                reading.results[index] = reading.also(target)
+            some = pages[begin : begin + MOST_READS]
+            found = self._read_pages(reading.group, some)
+            reading.found[begin : begin + MOST_READS] = found
+            num_bytes += sum(target.size for _, target in some)
+            if reading.also is not None:
+                for index in np.flatnonzero(found).tolist():
+                    reading.results[begin + index] = reading.also(some[index][1])
         with self._changed:
             self._past_bytes = FORGET * self._past_bytes + num_bytes
             self._past_seconds = FORGET * self._past_seconds + time.perf_counter() - began
         reading.done.set()
 
-    def _read_page(self, group: int, digest: bytes, target: Bytes) -> bool:
+    def _read_pages(self, group: int, pages: Sequence[tuple[bytes, Bytes]]) -> list[bool]:
+        """At most MOST_READS, at once. Which of them are there and what their headers say."""
         with self._changed:
-            entry = self._entries[group].get(digest)
-            if entry is None:
-                return False
-            (slot,) = self._shelves[group].slots([digest])
-            self._shelves[group].put(digest)  # the last used now
+            shelf, entries = self._shelves[group], [self._entries[group].get(digest) for digest, _ in pages]
+            known = [index for index, entry in enumerate(entries) if entry is not None]
+            slots = shelf.slots(pages[index][0] for index in known)
+            for index in known:
+                shelf.put(pages[index][0])  # the last used now
+        reads = [
+            self._reader(group, slot, pages[index][1], number)
+            for number, (index, slot) in enumerate(zip(known, slots, strict=True))
+        ]
+        errors = self._readers.map(_error_of, reads) if len(reads) > 1 else map(_error_of, reads)
+        found = [False] * len(pages)
+        for index, error in zip(known, errors, strict=True):
+            digest, target = pages[index]
+            entry = entries[index]
+            assert entry is not None
+            if error is not None:
+                self._fail("a page cannot be read", error)
+                continue
+            found[index] = self._sums[group].of(words_of(target), entry) == entry.sum
+            with self._changed:
+                if found[index]:
+                    self._count(read=1)
+                else:
+                    self._shelves[group].drop(digest)
+                    self._drop_forgotten(group)
+                    self._count(bad=1)
+        return found
+
+    def _reader(self, group: int, slot: int, target: Bytes, number: int) -> Callable[[], None]:
         try:
-            self._files[group].read(slot, target)
-        except OSError as error:
-            self._fail("a page cannot be read", error)
-            return False
-        is_good = self._sums[group].of(words_of(target), entry) == entry.sum
-        with self._changed:
-            if is_good:
-                self._count(read=1)
-            else:
-                self._shelves[group].drop(digest)
-                self._drop_forgotten(group)
-                self._count(bad=1)
-        return is_good
+            return self._files[group].reader(slot, target, number)
+        except OSError as error:  # its file cannot be opened
+            return partial(_raise, error)
 
     def _drop_forgotten(self, group: int) -> None:
         """What a shelf has forgotten is not known any more."""
@@ -332,3 +354,15 @@ class DiskPages:
                 return
             self._logged = now
         log.error("cache.disk_path: %s in %s: %s", what, self._folder.path, error)
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _error_of(read: Callable[[], None]) -> OSError | None:
+    try:
+        read()
+    except OSError as error:
+        return error
+    return None

@@ -7,9 +7,10 @@
 import mmap
 import os
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from tandem.cache.store.disk.entries import HEADER_BYTES, Entry
 BLOCK = 4096  # direct reads and writes begin and end at multiples of it
 FILE_BYTES = 1 << 30
 MOST_OPEN = 32  # files of a group
+MOST_READS = 4  # of a group at once
 Bytes = NDArray[np.uint8]
 
 
@@ -82,7 +84,8 @@ class PageFiles:
         self._folder, self._group, self.shape = folder, group, shape
         self._open: OrderedDict[int, OpenFile] = OrderedDict()  # the last one used comes last
         self._stride = in_blocks(shape.page_bytes)
-        self._room = np.frombuffer(mmap.mmap(-1, max(self._stride, BLOCK)), np.uint8)  # begins a block
+        self._rooms = [np.frombuffer(mmap.mmap(-1, max(self._stride, BLOCK)), np.uint8) for _ in range(MOST_READS)]
+        self._room = self._rooms[0]  # each begins a block
 
     def entries(self) -> Iterator[tuple[int, Entry]]:
         """Yields the slots that have a header. Removes files of other shapes or names."""
@@ -100,8 +103,8 @@ class PageFiles:
                     yield int(number) * shape.each + index, entry
 
     def stage(self, page: Bytes) -> Bytes:
-        """A copy of a page, uint8 [page_bytes], which write() takes. The next call of this or of read()
-        overwrites it."""
+        """A copy of a page, uint8 [page_bytes], which write() takes. The next call of this or of a reader overwrites
+        it."""
         self._room[page.size :] = 0
         self._room[: page.size] = page
         return self._room[: page.size]
@@ -115,15 +118,18 @@ class PageFiles:
         if not file.is_direct:
             os.posix_fadvise(file.direct, begin, self._stride, os.POSIX_FADV_DONTNEED)
 
-    def read(self, slot: int, page: Bytes) -> None:
-        """Fills page, uint8 [page_bytes], with what stands in a slot."""
-        file, _, begin = self._places(slot)
+    def reader(self, slot: int, page: Bytes, number: int) -> Callable[[], None]:
+        """A function that fills page, uint8 [page_bytes], with what stands in a slot. Another thread may call it,
+        before this one makes other calls than those of the MOST_READS readers that run at once. number: of these."""
+        return partial(self._read, *self._places(slot)[::2], page, self._rooms[number])
+
+    def _read(self, file: OpenFile, begin: int, page: Bytes, room: Bytes) -> None:
         straight = not file.is_direct or (page.ctypes.data % BLOCK == 0 and page.size % BLOCK == 0)
         if straight:
             self._all(os.preadv(file.direct, [page.data], begin), page.size)
         else:
-            self._all(os.preadv(file.direct, [self._room[: self._stride].data], begin))
-            page[:] = self._room[: page.size]
+            self._all(os.preadv(file.direct, [room[: self._stride].data], begin))
+            page[:] = room[: page.size]
         if not file.is_direct:
             os.posix_fadvise(file.direct, begin, self._stride, os.POSIX_FADV_DONTNEED)
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
+from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from tandem.cache.store.disk import disk_pages, page_files
 from tandem.cache.store.disk.disk_pages import DiskPages, DiskSpace, Reading
 from tandem.cache.store.disk.entries import HEADER_BYTES, Entry
 from tandem.cache.store.disk.folder import PageFolder, remove_left
-from tandem.cache.store.disk.page_files import FileShape
+from tandem.cache.store.disk.page_files import MOST_READS, FileShape
 from tests.cache.store.disk_killer import PAGE_BYTES, content, space
 
 SECONDS = 30.0
@@ -159,6 +160,40 @@ def test_a_disk_that_fails_is_a_miss_that_is_counted(
             assert disk.counts.failed >= 1
         put(disk, 0, 1, 2)
         assert found(disk, 0, 1, 2) == [True, True]
+
+
+def test_several_pages_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most MOST_READS; nothing is written meanwhile."""
+    together, preadv, pwrite = Barrier(MOST_READS), os.preadv, os.pwrite
+    reading, most = [], []
+
+    def slow_read(*of: Any) -> int:
+        reading.append(of)
+        most.append(len(reading))
+        together.wait(SECONDS)
+        try:
+            return preadv(*of)
+        finally:
+            reading.pop()
+
+    def write(*of: Any) -> int:
+        assert not reading
+        return pwrite(*of)
+
+    with opened(tmp_path) as disk:
+        names = range(2 * MOST_READS)
+        put(disk, 0, *names)
+        monkeypatch.setattr(page_files.os, "preadv", slow_read)
+        monkeypatch.setattr(page_files.os, "pwrite", write)
+        targets = [np.empty(PAGE_BYTES[0], np.uint8) for _ in names]
+        wanted = Reading(0, [bytes([name]) for name in names], targets)
+        disk.read([wanted])
+        disk.put(0, b"new", content(0, 1), lambda: True)
+        assert disk.settle(SECONDS)
+        assert wanted.found.all()
+        assert all(np.array_equal(target, content(0, name)) for name, target in zip(names, targets, strict=True))
+        assert max(most) == MOST_READS
+        assert disk.counts.failed == 0
 
 
 def test_one_process_has_a_folder(tmp_path: Path) -> None:

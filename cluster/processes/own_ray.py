@@ -1,13 +1,16 @@
 """A Ray that this process starts and ends, on loopback only."""
 
 import logging
+import math
 import os
+import select
 import shutil
 import signal
 import tempfile
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import current_thread, main_thread
 from types import FrameType
@@ -18,7 +21,7 @@ import ray._private.ray_constants
 import ray._private.utils
 
 from tandem.cluster.errors import StartFailed
-from tandem.cluster.processes.process_tree import Process, descendants, kill
+from tandem.cluster.processes.process_tree import Process, descendants, kill, runs
 
 ATTEMPTS = 3
 PAUSE_SECONDS = 1.0
@@ -33,6 +36,9 @@ SETTINGS = {
     "RAY_prestart_worker_first_driver": "0",  # Python processes, one for each core, that no actor of ours can use
 }
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SECONDS = 5.0  # from a signal until a start that cannot end is left
+LOOK_SECONDS = 0.5
+GCS = "gcs_server"  # Ray's, by the name of its process
 GIB = 1 << 30
 log = logging.getLogger(__name__)
 
@@ -56,6 +62,9 @@ def deferred_signals() -> Iterator[list[int]]:
 
     A handler that raises could do so between a fork and Python's release of the lock of `logging`. Then nobody can take
     the lock again, and the process hangs. Ray's own handler of SIGTERM raises, so it is not set.
+
+    A signal to the whole process group ends Ray's processes, too. Ray's C++ code would then wait for its GCS for 60 s,
+    and end this process with lines of its own. leave_without_gcs() ends the process earlier.
     """
     came: list[int] = []
     if current_thread() is not main_thread():
@@ -69,14 +78,49 @@ def deferred_signals() -> Iterator[list[int]]:
     set_handler = utils.set_sigterm_handler
     before = {number: signal.signal(number, note) for number in SIGNALS}
     utils.set_sigterm_handler = lambda handler: None
+    read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    os.set_blocking(read, True)
+    woken = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    threading.Thread(target=leave_without_gcs, args=(read,), name="signals", daemon=True).start()
     try:
         yield came
     finally:
+        signal.set_wakeup_fd(woken)
+        os.close(write)  # which ends the thread
         utils.set_sigterm_handler = set_handler
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)  # None: Python did not set it
         for number in came[:1]:
             signal.raise_signal(number)
+
+
+def leave_without_gcs(signals: int) -> None:
+    """Ends this process and all that it has started, once a stop signal has come and Ray's GCS is gone. Returns when
+    the other end of `signals`, the descriptor of a pipe, is closed; it has the numbers of signals, one a byte. Python's
+    own handlers do not run while the main thread waits in Ray's C++ code."""
+    poll, number, deadline = select.poll(), 0, math.inf
+    poll.register(signals, select.POLLIN)
+    while True:
+        if poll.poll(1e3 * LOOK_SECONDS):
+            new = os.read(signals, 1)
+            if not new:
+                os.close(signals)
+                return
+            if not number and new[0] in SIGNALS:
+                number, deadline = new[0], time.monotonic() + STOP_SECONDS
+        if time.monotonic() > deadline and not has_gcs(started := descendants(os.getpid())):
+            os.write(2, f"tandem: {signal.Signals(number).name}: stopping, while Ray started\n".encode())
+            kill(started)
+            os._exit(0)
+
+
+def has_gcs(processes: Iterable[Process]) -> bool:
+    """Whether a GCS of Ray is among them and runs."""
+    for process in processes:
+        with suppress(OSError):
+            if Path(f"/proc/{process[0]}/comm").read_text(encoding="utf-8").strip() == GCS and runs(process):
+                return True
+    return False
 
 
 class OwnRay:

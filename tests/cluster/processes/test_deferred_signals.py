@@ -1,6 +1,11 @@
 """Signals that come while Ray starts."""
 
+import os
+import shutil
 import signal
+import subprocess
+import sys
+from pathlib import Path
 from types import FrameType
 
 import pytest
@@ -42,3 +47,32 @@ def test_they_are_handled_once_it_has_started_or_failed(
     finally:
         signal.signal(number, before)
     assert log == ["init", "still here", *([] if starts else ["shutdown"]), number]
+
+
+WAITS = """
+import ctypes, subprocess, sys
+from tandem.cluster.processes import own_ray
+own_ray.STOP_SECONDS = own_ray.LOOK_SECONDS = 0.1
+gcs = subprocess.Popen([sys.argv[1], "60"])
+mutex = ctypes.create_string_buffer(64)
+libc = ctypes.CDLL(None)
+libc.pthread_mutex_lock(mutex)
+with own_ray.deferred_signals():
+    print(gcs.pid, flush=True)
+    libc.pthread_mutex_lock(mutex)  # as Ray's C++ code, it returns for no signal
+"""
+
+
+def test_a_start_whose_gcs_has_gone_with_the_signal_is_left(tmp_path: Path) -> None:
+    """With one line. As long as Ray's GCS runs, the start goes on to its end."""
+    shutil.copy("/bin/sleep", tmp_path / "gcs_server")
+    command = [sys.executable, "-c", WAITS, str(tmp_path / "gcs_server")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    gcs = int(process.stdout.readline())
+    process.send_signal(signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.8)
+    os.kill(gcs, signal.SIGTERM)
+    _, said = process.communicate(timeout=30)
+    assert (process.returncode, said) == (0, "tandem: SIGTERM: stopping, while Ray started\n")

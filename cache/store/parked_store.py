@@ -49,7 +49,8 @@ class ParkedStore:
         sizes = [count * size for count, size in zip(num_slots, self._page_bytes, strict=True)]
         ends = list(accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
         whole = _allocate(ends[-1], pinned=pools[0].device.type == "cuda")
-        memory = [
+        # Lanes on a GPU know addresses alone: the store owns the memory.
+        self._memory = memory = [
             whole[begin : begin + size].view(count, page)
             for begin, size, count, page in zip([0, *ends], sizes, num_slots, self._page_bytes, strict=False)
         ]

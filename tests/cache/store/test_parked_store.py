@@ -1,13 +1,17 @@
 """Parked sequences, whose copies share lanes with those of evicted pages: made when somebody waits for them."""
 
+import gc
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from tandem.cache.plan.arrays import Int32Array
 from tandem.cache.plan.errors import InvalidArgument
+from tandem.cache.store.copies import DirectLanes
 from tandem.cache.store.host_store import HostStore
 from tandem.cache.store.page_store import NamedPages
 from tandem.cache.store.parked_store import ParkedStore
@@ -60,5 +64,23 @@ def test_a_second_store_has_the_copies_of_the_first() -> None:
     pools = pools_of(PLAIN, 4)
     cache = cache_of(SETTINGS["two groups"], pools, PeerWriter(0, [pools]), 2)
     cache.keep_evicted(HostStore(pools, [4, 4]))
-    with pytest.raises(InvalidArgument, match=r"store has copies of its own; it must have those of the store of keep_evicted"):
+    with pytest.raises(
+        InvalidArgument, match=r"store has copies of its own; it must have those of the store of keep_evicted"
+    ):
         cache.keep_parked(ParkedStore(pools, [4, 4]))
+
+
+def test_a_store_owns_its_memory() -> None:
+    """Lanes on a GPU keep addresses, so nothing else holds the memory that they copy to."""
+    held: list[weakref.ref[Tensor]] = []
+
+    def make_lanes(pools: Sequence[Tensor], memory: Sequence[Tensor], *_: object) -> DirectLanes:
+        held.extend(map(weakref.ref, memory))
+        return DirectLanes()
+
+    store = ParkedStore(pools_of(PLAIN, 4), [4, 4], make_lanes=make_lanes)
+    gc.collect()
+    assert len(held) == 2 and all(one() is not None for one in held)
+    del store
+    gc.collect()
+    assert all(one() is None for one in held)

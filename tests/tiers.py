@@ -68,6 +68,7 @@ NOT_UNIT = (
     "tests/cluster/routing/test_token_feed.py",
     "tests/cluster/supervision/test_actors.py",
     "tests/cluster/supervision/test_checked_models.py",
+    "tests/cluster/supervision/test_host_builds.py",
     "tests/cluster/supervision/test_launcher.py",
     "tests/cluster/test_security.py",
     "tests/cluster/text/test_tokenizer.py",

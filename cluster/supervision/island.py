@@ -1,7 +1,7 @@
 """The processes of one island in one epoch."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import replace
@@ -26,6 +26,7 @@ START_SECONDS = 600.0
 STOP_SECONDS = 30.0
 RELEASE_SECONDS = 30.0
 PROGRESS_SECONDS = 2.0
+BuildOnHosts = Callable[[Sequence[ActorProcess]], list[Future[None]]]
 LoadState = tuple[str, str, int, int]  # worker, phase of its start, bytes loaded, bytes in all
 
 
@@ -62,6 +63,7 @@ class Island:
         self._replacements: set[str] = set()  # names
         self._addresses: tuple[WorkerAddress, ...] = ()  # once the island is formed
         self.built: Future[None] | None = None  # kernels that this host compiles; None: it has all
+        self.build_on_hosts: BuildOnHosts | None = None  # begins to compile on the hosts of these members
         self.clock = StartClock()
         self.num_pages = 0  # of each worker, once the island is formed
         self.formed = False
@@ -99,15 +101,16 @@ class Island:
         self._group, before._group, before._members = before._group, None, []
 
     def load(self) -> None:
-        """Reads the weights, see progress(). Returns once this host has the kernels that workers need."""
+        """Reads the weights, see progress(). Returns once all hosts have the kernels that workers need."""
+        built = [*self._builds(self._members), *([] if self.built is None else [self.built])]
         with self.clock.phase("weights"):
             for member in self._members:
                 if member not in self._loads:
                     self._loads[member] = member.call("load")
             self._results(list(self._loads.values()))
-        if self.built is not None:
-            with nullcontext() if self.built.done() else self.clock.phase("builds"):
-                self._liveness.results([self.built], math.inf)
+        if built:
+            with nullcontext() if all(one.done() for one in built) else self.clock.phase("builds"):
+                self._liveness.results(built, math.inf)
 
     def may_replace(self, lost: ProcessEnded) -> bool:
         """Returns whether the lost process is a member and no replacement, whose place may be the cause."""
@@ -158,7 +161,9 @@ class Island:
             self._group, self._liveness = before._group, before._liveness
             unused = iter(started)
             self._members = [next(unused) if pe is None else before._members[pe] for pe in kept]
+            built = self._builds(started)
             self._ask(started, "load")
+            self._liveness.results(built, math.inf)
             if started:
                 self._agree(started, before.num_pages)
         except BaseException as error:
@@ -240,6 +245,9 @@ class Island:
     def worker_token(self) -> str:
         """The token that workers ask for. Benchmarks use it to call them without the gateway."""
         return self._workers[0].token
+
+    def _builds(self, members: Sequence[ActorProcess]) -> list[Future[None]]:
+        return [] if self.build_on_hosts is None else self.build_on_hosts(members)
 
     @property
     def _leaders(self) -> list[WorkerConfig]:

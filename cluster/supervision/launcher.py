@@ -27,6 +27,7 @@ from tandem.cluster.supervision.island_set import IslandSet
 from tandem.cluster.supervision.islands.checkpoint import check_model
 from tandem.cluster.supervision.islands.disk_room import check_disk_bytes
 from tandem.cluster.supervision.islands.elastic_island import ElasticIsland
+from tandem.cluster.supervision.islands.host_builds import HostBuilds
 from tandem.cluster.supervision.network import Network, wait_for_hosts
 from tandem.cluster.supervision.predecessor import Predecessor
 from tandem.cluster.supervision.process_modules import process_modules
@@ -74,6 +75,7 @@ class Cluster:
         self._gateways: GatewaySet | None = None
         self._num_pages = Future[int]()  # of each worker, once they agree
         self._built: Future[None] | None = None
+        self._host_builds: HostBuilds | None = None
         self._autoscaler: Autoscaler | None = None
         self._room: IslandRoom | None = None
         self._gives_way = False
@@ -88,7 +90,7 @@ class Cluster:
         second until all islands serve.
 
         build: called once the checkpoint has passed its checks. It begins to compile kernels, for which workers wait
-        before their first forward. stop() cancels the future.
+        before their first forward. stop() cancels the future. Other hosts compile while their workers start.
         """
         with self.clock.phase("checkpoint"):
             max_model_len = check_model(self._config)
@@ -99,6 +101,8 @@ class Cluster:
             with self.clock.phase("ray"):
                 self._processes.start(self._config.name, self._config.ray.num_cpus)
                 wait_for_hosts(self._config, self._processes)
+            if build is not None:
+                self._host_builds = HostBuilds(self._config, self._processes)
             recovery = self._config.recovery
             self._processes.lease(recovery.partition_seconds, recovery.silent_seconds)
             self._processes.watch(self._fail, self._tell_away)
@@ -258,6 +262,8 @@ class Cluster:
         kind = ElasticIsland if is_elastic(config) else Island
         island = kind(self._processes, config, max_model_len, name, epoch, network)
         island.built = self._built
+        if self._host_builds is not None:
+            island.build_on_hosts = self._host_builds.begin
         if epoch == FIRST_EPOCH:
             island.clock.listener = self.clock.listener
         return island

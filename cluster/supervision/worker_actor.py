@@ -1,6 +1,8 @@
 """A worker in a cluster's process, with the methods that its supervisor calls."""
 
+import json
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -19,6 +21,8 @@ from tandem.workers.worker import Worker
 
 # How long the event loop may keep the interpreter from the thread that launches kernels; Python's default is 5 ms.
 SWITCH_SECONDS = 0.0001
+BUILDER = "tandem.cluster.cli.kernels.build_here"  # a module that is run, and not imported
+BUILD_SECONDS = 3600.0
 LOST_POLL_SECONDS = 0.5
 LOST_SECONDS = 5.0  # workers that leave one after another lose each other for a moment
 
@@ -36,6 +40,15 @@ class WorkerActor:
         self._phase = ""  # of the start's present phase
         self._worker = Worker(config)
         self._claim: GpuClaim | None = None
+
+    def build(self, order: str) -> list[str]:
+        """Compiles the kernels that this host lacks, beside the other calls, in a process that ends with this one.
+        order: see build_here.py. Returns what is lacking or failed, each with the reason. Raises
+        CalledProcessError."""
+        command = [sys.executable, "-m", BUILDER]
+        pipe = subprocess.PIPE
+        done = subprocess.run(command, input=order, stdout=pipe, text=True, check=True, timeout=BUILD_SECONDS)
+        return json.loads(done.stdout)
 
     def load(self) -> None:
         with self._preparing("weights"):

@@ -1,7 +1,7 @@
 """Another shape for an island: which processes stay, what is refused, and what a failure leaves."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -10,7 +10,9 @@ import pytest
 
 from tandem.cluster.config.sections import RecoverySection
 from tandem.cluster.errors import ProcessEnded, ReshapeFailed, ScaleRefused
+from tandem.cluster.processes.processes import ActorProcess
 from tandem.cluster.scaling import ScaleOrder, ScaleOrders, ScaleOutcome, Shape, keep_members, plan_change
+from tandem.cluster.supervision.island import Island
 from tandem.cluster.supervision.islands import worker_changes
 from tandem.cluster.supervision.islands.elastic_island import LEAST_PLACES
 from tandem.workers.config import Role
@@ -225,6 +227,33 @@ def elastic(
 def pes(cluster: Cluster) -> list[tuple[int, int]]:
     """PE and epoch of the workers that the gateway knows."""
     return [(worker.pe, worker.epoch) for worker in cluster.states[-1].workers]
+
+
+@pytest.mark.parametrize("transport", ["tcp", ""])
+def test_new_workers_wait_for_the_kernels_of_their_hosts(transport: str) -> None:
+    """Of an island that they join, and of one that is extended."""
+    built, asked = Future[None](), list[str]()
+
+    def begin(members: Sequence[ActorProcess]) -> list[Future[None]]:
+        asked.extend(member.name for member in members)
+        return [built]
+
+    with supervised(FakeProcesses(keeps_places=True), transport=transport) as cluster:
+        island_of = cluster.supervisor._island_of
+
+        def built_island(epoch: int, shape: Shape) -> Island:
+            island = island_of(epoch, shape)
+            island.build_on_hosts = begin
+            return island
+
+        cluster.supervisor._island_of = built_island
+        cluster.supervisor.island.build_on_hosts = begin
+        outcome = scale(cluster, 1, 2)
+        until(lambda: asked and "load" in methods(cluster.last.members[-1]))
+        new = cluster.last.members[-1]
+        assert (asked, methods(new), outcome.done()) == ([new.name], ["load"], False)
+        built.set_result(None)
+        assert outcome.result(30).started == 1
 
 
 class TestElasticIsland:

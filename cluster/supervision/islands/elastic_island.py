@@ -1,5 +1,6 @@
 """An island whose workers come and go, one by one, while the others serve."""
 
+import math
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -139,7 +140,9 @@ class ElasticIsland(Island):
         joining = [member for _, member in new]
         loading = [member for member in joining if member not in self._loads]
         self._loads |= {member: member.call("load") for member in loading}
+        built = self._builds(loading)
         self._results([self._loads[member] for member in loading])
+        self._liveness.results(built, math.inf)
         if loading:
             self._agree(loading, self.num_pages)
         self._meet(new, epoch)

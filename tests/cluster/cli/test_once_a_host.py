@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import os
 import subprocess
 import sys
 import threading
@@ -13,12 +14,13 @@ import pytest
 
 from tandem.cache.kernels.build.build_once import KERNEL_CACHE, build_once, locked
 from tandem.cache.kernels.build.side_by_side import Build
-from tandem.cluster.cli.kernels import builds, once_a_host
+from tandem.cluster.cli.kernels import build_here, builds, once_a_host
 from tandem.cluster.cli.kernels.builds import Check, Running, Say
 from tandem.cluster.cli.kernels.once_a_host import build_beside, build_once_a_host
 from tandem.cluster.cli.kernels.plan import KernelPlan
 from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.errors import UsageError
+from tandem.cluster.supervision.islands.host_builds import SECTIONS
 from tests.support.waiting import until
 
 SLEEP = "import time; time.sleep(60)"
@@ -163,6 +165,20 @@ class TestBeside:
             else:
                 with pytest.raises(ValueError, match="no such type"):
                     built.result(30)
+
+
+def test_another_host_builds_until_who_asked_has_ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = load_config(None, {}).model_dump_json(include=SECTIONS)
+    monkeypatch.setattr(build_here, "plan_for", lambda _: KernelPlan((Build("kernel", SLEEP),), (), ("c: no nvcc",)))
+
+    def builder(niceness: int, plan: KernelPlan, say: Say, check: Check) -> list[str]:
+        check()
+        return [f"{build.title}: niceness {niceness}" for build in plan.missing]
+
+    monkeypatch.setattr(build_here, "build", builder)
+    assert build_here.build_here(order, os.getppid()) == ["c: no nvcc", "kernel: niceness 10"]
+    with pytest.raises(CancelledError):
+        build_here.build_here(order, 0)
 
 
 def test_a_file_is_made_by_one_process_and_others_wait_for_it(tmp_path: Path) -> None:

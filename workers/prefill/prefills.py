@@ -213,9 +213,9 @@ class Prefills:
         arriving, self._arriving = self._arriving, []
         for prompt in filter(self._scheduler.is_running, arriving):
             self._await_pages(prompt)
-        self._scheduler.order(time.perf_counter())
+        self._scheduler.order(now := time.perf_counter())
         waits = self._scheduler.num_waiting
-        for request in self._scheduler.admitted(self._has_room, self._has_slot) if waits else ():
+        for request in self._scheduler.admitted(self._has_room, self._has_slot, now) if waits else ():
             self._attempt([request], lambda request=request: self._begin(request))
 
     def poll(self) -> None:

@@ -35,7 +35,6 @@ class Scheduler:
         self._waiting: dict[Prompt, None] = {}  # these two keep the order in which prompts came
         self._running: dict[Prompt, None] = {}
         self._asked_in_vain: Prompt | None = None
-        self._now = 0.0
 
     def add(self, request: Prompt) -> None:
         """Queues a prompt. One that has its room runs at once."""
@@ -48,16 +47,19 @@ class Scheduler:
     def order(self, now: float) -> None:
         """Gives prompts with targets their turns for admitted() and next_batch(), once a step. now: by
         time.perf_counter(), as deadlines are."""
-        self._now = now
         self._order.update(now, self._prompt_rate)
 
     def admitted(
-        self, has_room: Callable[[Prompt], bool], has_slot: Callable[[Prompt], bool] = lambda prompt: True
+        self,
+        has_room: Callable[[Prompt], bool],
+        has_slot: Callable[[Prompt], bool] = lambda prompt: True,
+        now: float = 0.0,
     ) -> Iterator[Prompt]:
         """Waiting prompts that run from now on, by their turns, until one has no room.
 
         has_slot: asked first, about prompts with an adapter. Others pass a prompt whose adapter has no slot: prompts
-        without an adapter always do, and those with one until the prompt has waited for PASSED_SECONDS.
+        without an adapter always do, and those with one until the prompt has waited for PASSED_SECONDS. now: as in
+        order().
 
         The caller takes the room of each prompt before it asks for the next.
         """
@@ -68,7 +70,7 @@ class Scheduler:
             adapter = request.spec.adapter
             if adapter and (not passes or adapter in lacking or not has_slot(request)):
                 lacking.add(adapter)
-                passes = passes and self._now - request.arrived <= PASSED_SECONDS
+                passes = passes and now - request.arrived <= PASSED_SECONDS
                 continue
             if not has_room(request):
                 self._asked_in_vain = request

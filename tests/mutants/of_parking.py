@@ -19,7 +19,7 @@ PARKING = (
     Mutant(
         name="parked-in-vain",
         file=PARKING_FILE,
-        find="        return chosen if rows <= 0 and max(short) <= 0 else []\n",
+        find="        return chosen if rows <= 0 and max(short) <= 0 and len(chosen) >= len(first) else []\n",
         replace="        return chosen\n",
         reason="Nobody leaves where that makes too little room, or requests come and go for one that waits anyway.",
         tests=(f"{LOOPS}::test_it_does_not_give_way_to_its_own_priority_or_in_vain",),

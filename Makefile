@@ -9,14 +9,15 @@ TREE := build/import-root/tandem
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-unit test-long check format proto docs chaos clients explore mutants fuzz bench clean
+.PHONY: help demo test test-unit test-long check types format proto docs chaos clients explore mutants fuzz bench clean
 
 help:
 	@echo "make demo    several prompts at once, prefilled in one process and decoded in another"
 	@echo "make test    the gate of every change: make check, and beside it the tests of all parts; at most 12 minutes"
 	@echo "make test-unit  tests without processes, clusters, compilers and transformers; less than a minute"
 	@echo "make test-long  the tests that the gate leaves out: all sizes, long storms, partitions, every deployment"
-	@echo "make check   ruff, pyright, layering, documentation, generated files up to date"
+	@echo "make check   ruff, pyrefly, layering, documentation, generated files up to date"
+	@echo "make types   pyright, which takes minutes; then it writes down what pyrefly says of such sound code"
 	@echo "make format  let ruff rewrite the code"
 	@echo "make proto   generate the protobuf modules"
 	@echo "make docs    generate docs/configuration.md, benchmarks' RESULTS.md and the index of decisions"
@@ -40,7 +41,7 @@ test-unit: .venv/.dev
 	@$(BIN)/pytest --unit -q -m "not gpu and not long" -n 2
 
 # Processes, each with whole files: what a file's tests share is made once (tests/tiers.py).
-test-long: .venv/.dev
+test-long: types
 	@$(BIN)/pytest -q -m "long and not gpu" $(SPREAD)
 
 check: .venv/.dev $(TREE)
@@ -49,8 +50,14 @@ check: .venv/.dev $(TREE)
 	@$(BIN)/python proto/generate.py --check
 	@$(BIN)/python docs/generate.py --check
 	@$(BIN)/python -m tests.benchmarks.report --check
-	@$(BIN)/pyright
+	@$(BIN)/pyrefly check
 	@$(BIN)/pytest -q -m check tests/test_*.py
+
+# pyright judges, by its reading of ten times as much. What pyrefly finds in code that pyright accepts is its baseline.
+types: .venv/.dev $(TREE)
+	@$(BIN)/pyright
+	@$(BIN)/pyrefly check --update-baseline > /dev/null || true # it fails for what it writes down
+	@$(BIN)/pyrefly check
 
 format: .venv/.dev
 	@$(BIN)/ruff check --fix
@@ -103,7 +110,7 @@ clean:
 	@$(BIN)/python -m pip install -q --disable-pip-version-check --no-compile -c constraints.txt -e '.[dev]'
 	@touch $@ .venv/.base
 
-# The folders under their import names, for pyright.
+# The folders under their import names, for type checkers.
 $(TREE): Makefile
 	@mkdir -p $@
 	@for package in $(PACKAGES); do ln -sfn ../../../$$package $@/$$package; done

@@ -155,6 +155,6 @@ def test_too_few_handles_are_refused(unjoined: list[Transport]) -> None:
         ({"epochs": (8, 7, 7)}, "that of PE 0 being 7"),
     ],
 )
-def test_a_config_out_of_range_is_refused(config: TransportConfig, change: dict[str, int], message: str) -> None:
+def test_a_config_out_of_range_is_refused(config: TransportConfig, change: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidArgument, match=message):
         replace(config, **change)

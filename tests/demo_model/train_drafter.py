@@ -6,6 +6,8 @@ It has the model's tokenizer, and learns on the same texts. A draft holds where 
 with a temperature, draw the same one.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
@@ -19,7 +21,8 @@ BATCH = 4
 
 def make_drafter(target: LlamaForCausalLM) -> LlamaForCausalLM:
     """The target's embedding, its first layer and its last norm, to begin with."""
-    config = LlamaConfig(**{**target.config.to_dict(), "num_hidden_layers": 1})
+    fields: dict[str, Any] = {**target.config.to_dict(), "num_hidden_layers": 1}
+    config = LlamaConfig(**fields)
     drafter, weights = LlamaForCausalLM(config), target.state_dict()
     drafter.load_state_dict({name: weights[name] for name in drafter.state_dict()})
     return drafter

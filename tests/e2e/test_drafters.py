@@ -135,7 +135,8 @@ def accepted(updates: Sequence[GenerateUpdate]) -> int:
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "seeded"])
 def test_a_killed_decode_worker_costs_no_token(drafted: Drafted, served: str, sampling: dict[str, Any]) -> None:
     until(lambda: whole(served))
-    asked = {"max_tokens": 3 * NUM_TOKENS, **sampling}  # so many that a busy machine still decodes when it is asked
+    # So many that a busy machine still decodes when it is asked.
+    asked: dict[str, Any] = {"max_tokens": 3 * NUM_TOKENS, **sampling}
     expected = tokens_of(complete(drafted.plain.address, PROMPTS[2], **asked))
     updates: list[GenerateUpdate] = []
     with Client(served) as client:

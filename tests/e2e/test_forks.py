@@ -26,7 +26,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @contextmanager
 def parent_of(client: Client, least: int, **options: Any) -> Iterator[list[int]]:
     """Runs a request that has at least `least` output tokens, and goes on for long. Yields its tokens so far."""
-    tokens, sampling = list[int](), {"max_tokens": 1500, **GREEDY, **options}
+    tokens = list[int]()
+    sampling: dict[str, Any] = {"max_tokens": 1500, **GREEDY, **options}
     updates = client.generate(PROMPT, request_id="parent", timeout=60, **sampling)
     for one in updates:
         tokens += one.token_ids
@@ -39,7 +40,7 @@ def parent_of(client: Client, least: int, **options: Any) -> Iterator[list[int]]
 
 
 def fork(client: Client, position: int | None, token_ids: Sequence[int] = (), **options: Any) -> list[GenerateUpdate]:
-    sampling = {"max_tokens": OUTPUT, "return_prompt_token_ids": True, **GREEDY, **options}
+    sampling: dict[str, Any] = {"max_tokens": OUTPUT, "return_prompt_token_ids": True, **GREEDY, **options}
     return list(client.generate(Fork("parent", position, token_ids), timeout=60, **sampling))
 
 

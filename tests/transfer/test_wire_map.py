@@ -63,7 +63,7 @@ def test_the_map_of_a_sequence_that_slides_skips_what_its_window_does_not_show()
         ({"runs": (b"\x07",) * 2}, "version is 7"),
     ],
 )
-def test_a_bad_field_is_named(change: dict[str, object], message: str) -> None:
+def test_a_bad_field_is_named(change: dict[str, Any], message: str) -> None:
     wire = replace(encode_map(GOOD, LAYOUT), **change)
     with pytest.raises(InvalidPositionMap, match=message):
         decode_map(wire, LAYOUT, num_pages=(NUM_PAGES, NUM_PAGES), expected_start=8, expected_tokens=6)

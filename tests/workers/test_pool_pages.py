@@ -124,7 +124,13 @@ def test_disk_bytes_are_shared_as_host_bytes_are(tmp_path: Path) -> None:
         disk_space(replace(given, disk_bytes=9), layout, 1024, layout)
     other = replace(layout, shard=Shard(1, 2))
     prints = {space.fingerprint, disk_space(given, layout, 1024, other).fingerprint}
-    for more in ({"dtype": "float32"}, {"max_model_len": 2048}, {"kv_cache_dtype": "fp8_e4m3"}, {"k_scale": 2.0}):
+    changes: tuple[dict[str, Any], ...] = (
+        {"dtype": "float32"},
+        {"max_model_len": 2048},
+        {"kv_cache_dtype": "fp8_e4m3"},
+        {"k_scale": 2.0},
+    )
+    for more in changes:
         prints.add(disk_space(replace(given, **more), layout, 1024, layout).fingerprint)
     assert len(prints) == 6
     assert disk_space(given, layout, 1024, layout).fingerprint == space.fingerprint

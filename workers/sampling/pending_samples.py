@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -62,7 +62,8 @@ class CopiedSamples:
         self._logprobs = None
         if logprobs is not None:
             names = ("chosen", "top_ids", "top_logprobs")
-            self._logprobs = replace(logprobs, **{name: to_host(getattr(logprobs, name)) for name in names})
+            on_host: dict[str, Any] = {name: to_host(getattr(logprobs, name)) for name in names}
+            self._logprobs = replace(logprobs, **on_host)
         self._copied = None
         if tokens.is_cuda:
             self._copied = torch.cuda.Event()

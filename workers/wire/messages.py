@@ -128,7 +128,8 @@ def reservation_from_proto(message: worker_pb2.Reservation, token: str) -> Reser
 
 def _map_to_proto(wire: WireMap) -> worker_pb2.PositionMap:
     slides = None if wire.sliding is None else worker_pb2.Sliding(**wire.sliding._asdict())
-    return worker_pb2.PositionMap(**{**vars(wire), "sliding": slides})
+    fields: dict[str, Any] = {**vars(wire), "sliding": slides}
+    return worker_pb2.PositionMap(**fields)
 
 
 def _wire_map(message: worker_pb2.PositionMap) -> WireMap:

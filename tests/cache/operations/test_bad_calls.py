@@ -344,6 +344,6 @@ def test_layouts_are_of_integers(name: str, value: Any) -> None:
 @pytest.mark.parametrize("name", ["max_sequences", "max_sequence_length"])
 @pytest.mark.parametrize("value", [0, -1, 2.0, None], ids=repr)
 def test_caches_are_of_integers(name: str, value: Any) -> None:
-    sizes = {"max_sequences": 2, "max_sequence_length": 9, name: value}
+    sizes: dict[str, Any] = {"max_sequences": 2, "max_sequence_length": 9, name: value}
     with pytest.raises(InvalidArgument, match=f"{name} is {value}; "):
         TvmCache(LAYOUT, pools_of(LAYOUT, 4), rope=RopeParameters("none", 0), writer=None, **sizes)

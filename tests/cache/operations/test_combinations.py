@@ -112,7 +112,7 @@ def test_each_with_each_of_the_others(
     layout: KVLayout, heads: dict[str, Any], rope: RopeParameters, kernels: KernelFactory
 ) -> None:
     heads, sinks = {name: value for name, value in heads.items() if name != "sinks"}, heads.get("sinks")
-    options = {**heads, "rope": ropes_of(layout, rope), "kernels": kernels}
+    options: dict[str, Any] = {**heads, "rope": ropes_of(layout, rope), "kernels": kernels}
     pools = [pools_of(layout, 40) for _ in range(2)]
     if has_latents(layout) and "softcap" in heads:
         with pytest.raises(InvalidArgument, match=r"softcap is .*; with latents it must be None"):

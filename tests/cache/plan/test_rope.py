@@ -178,5 +178,6 @@ def test_the_rotation_has_the_dtype_of_q_and_k() -> None:
     ],
 )
 def test_bad_parameters_are_refused(fields: dict[str, Any], message: str) -> None:
+    given: dict[str, Any] = {"rope_type": "default", "rotary_dim": 8, **fields}
     with pytest.raises(InvalidArgument, match=message):
-        RopeParameters(**{"rope_type": "default", "rotary_dim": 8, **fields})
+        RopeParameters(**given)

@@ -68,7 +68,7 @@ class TestSpecialTokens:
         assert prompt_of(island, prompt=[5, 6, 7], add_special_tokens=True) == [5, 6, 7]
 
     def test_over_grpc(self, island: Island, ids: list[int]) -> None:
-        options = {**GREEDY, "return_prompt_token_ids": True}
+        options: dict[str, Any] = {**GREEDY, "return_prompt_token_ids": True}
         with Client(island.address) as client:
             first, *others = client.generate(TEXT, add_special_tokens=False, **options)
         assert list(first.prompt_token_ids) == ids

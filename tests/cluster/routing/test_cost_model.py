@@ -1,6 +1,7 @@
 """Roles by load: pure functions, so they need neither workers nor gRPC."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,7 +18,7 @@ ASK = Ask(1000, 256)
 RATE = 40_000.0
 
 
-def worker(pe: int, role: Role, **figures: float) -> WorkerLoad:
+def worker(pe: int, role: Role, **figures: Any) -> WorkerLoad:
     return WorkerLoad("i", pe, role, 0, True)._replace(prompt_rate=RATE, **figures)
 
 

@@ -40,7 +40,8 @@ class ParkingPair(LoopPair):
     """Requests by name, whose first token the prefill side tells."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
-        super().__init__(folder, **{"num_pages": 12, "parking": PARKING, **options})
+        given: dict[str, Any] = {"num_pages": 12, "parking": PARKING, **options}
+        super().__init__(folder, **given)
         self.first: dict[str, Any] = {}
 
     def begin(

@@ -37,7 +37,7 @@ def ranks_of(rank: int = 0, sizes: tuple[int, ...] = (1, 2), **fields: Any) -> W
         "rank": rank,
         "num_signals": ROWS,
     }
-    rest = {"role": Role.DECODE, "model_path": str(DEMO), "max_model_len": 64, "token": "", **fields}
+    rest: dict[str, Any] = {"role": Role.DECODE, "model_path": str(DEMO), "max_model_len": 64, "token": "", **fields}
     return WorkerRanks(WorkerConfig(**where, **rest))
 
 

@@ -12,14 +12,14 @@ from tandem.workers.models.registry import load_config
 from tandem.workers.models.routing import GroupLimit, Routing
 from tests.workers.models.test_config import LLAMA, write
 
-GLM = {
+GLM: dict[str, Any] = {
     **LLAMA,
     "architectures": ["Glm4MoeForCausalLM"],
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 40,
 }
-LITE = {
+LITE: dict[str, Any] = {
     **GLM,
     "architectures": ["Glm4MoeLiteForCausalLM"],
     "kv_lora_rank": 32,

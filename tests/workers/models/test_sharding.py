@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -113,7 +114,7 @@ def test_the_map_of_another_shard_is_refused(tmp_path: Path) -> None:
     [("num_heads", 3, "multiple"), ("num_kv_heads", 3, "multiple or a divisor"), ("intermediate_size", 33, "multiple")],
     ids=str,
 )
-def test_sizes_that_ranks_cannot_divide_are_named(field: str, value: int, accepted: str, tmp_path: Path) -> None:
+def test_sizes_that_ranks_cannot_divide_are_named(field: str, value: Any, accepted: str, tmp_path: Path) -> None:
     make_model("qwen3").save_pretrained(tmp_path)
     config = replace(load_config(tmp_path, "float32"), **{field: value})
     with pytest.raises(InvalidArgument, match=f"{field} is {value}; it must be a {accepted} of the 2 ranks"):

@@ -50,7 +50,7 @@ def served(pair: Pair, request_id: str) -> None:
     ],
 )
 def test_a_reservation_that_cannot_be(pair: Pair, values: dict[str, Any], named: str) -> None:
-    good = {"request_id": "r", "epoch": EPOCH, "prompt": prompt_message(PROMPT), "max_tokens": 4}
+    good: dict[str, Any] = {"request_id": "r", "epoch": EPOCH, "prompt": prompt_message(PROMPT), "max_tokens": 4}
     request = worker_pb2.PrepareReceiveRequest(**(good | values))
     assert named in refused(lambda: pair.decode.PrepareReceive(request, timeout=10))
     served(pair, f"after {named}")

@@ -35,7 +35,12 @@ def stub(island: Island) -> Iterator[Any]:
 
 
 def ask(stub: Any, island: Island, **fields: Any) -> worker_pb2.ReadPromptsResponse:
-    given = {"request_id": "read", "epoch": island.workers[0].config.epoch, "prompts": [PROMPT], **fields}
+    given: dict[str, Any] = {
+        "request_id": "read",
+        "epoch": island.workers[0].config.epoch,
+        "prompts": [PROMPT],
+        **fields,
+    }
     return stub.ReadPrompts(worker_pb2.ReadPromptsRequest(**given), timeout=60)
 
 

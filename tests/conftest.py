@@ -4,6 +4,8 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,17 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     left_out = config.getoption("--unit") and not tiers.is_unit(collection_path, config.rootpath)
     return True if left_out else None
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Each process of several imports a part of the test files first, so that a clean clone compiles each file once."""
+    config, process = session.config, getattr(session.config, "workerinput", None)
+    whole = config.args == config.getini("testpaths") and not config.getoption("--unit")
+    if process is None or process["workercount"] == 1 or not whole:
+        return
+    for path in tiers.part_of_files(config.rootpath, int(process["workerid"][2:]), process["workercount"]):
+        with suppress(Exception, pytest.skip.Exception):  # collecting it raises again
+            import_module(".".join(path.relative_to(config.rootpath).with_suffix("").parts))
 
 
 @pytest.hookimpl(tryfirst=True)  # before those that are not asked for are left out

@@ -187,6 +187,11 @@ def missing(root: Path) -> list[str]:
     return [name for name in (*NOT_UNIT, *RAY, *SLOWEST) if not (root / name).exists()]
 
 
+def part_of_files(root: Path, part: int, parts: int) -> list[Path]:
+    """Part 0, 1, … of all test files."""
+    return sorted((root / "tests").rglob("test_*.py"))[part::parts]
+
+
 def is_unit(path: Path, root: Path) -> bool:
     """path: of a file or a folder."""
     return not any(path.is_relative_to(root / name) for name in NOT_UNIT)

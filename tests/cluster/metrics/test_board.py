@@ -12,13 +12,13 @@ from tandem.cluster.cli.samples import Samples
 from tandem.cluster.client import Client
 from tandem.cluster.metrics.cluster_series import worker_families
 from tandem.cluster.scaling import ScalingState
-from tests.board.draw import BOARD
 from tests.cluster.open_gateway import PROMPT, TOKENS, open_gateway
 from tests.support.checkpoints import save_checkpoint
 from tests.support.client_requests import complete
 from tests.support.promql import Query, Recording
 
 ROOT = Path(__file__).resolve().parents[3]
+BOARD = ROOT / "deploy" / "grafana" / "tandem.json"
 PANELS: list[dict[str, Any]] = [one for one in json.loads(BOARD.read_text())["panels"] if one["type"] != "row"]
 EXPRESSIONS = [target["expr"] for panel in PANELS for target in panel["targets"]]
 MAY_BE_EMPTY = {"tandem:worker_token_seconds", "tandem:worker_bytes_pushed_total", "tandem:rejected_total"}

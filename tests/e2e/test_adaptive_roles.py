@@ -21,6 +21,7 @@ ADAPTIVE = {
 }
 
 
+@pytest.mark.gate("llama", "gemma3")
 @pytest.mark.parametrize("case", ["llama", "gemma3", "deepseek_v2"])
 def test_prompts_are_pushed_or_computed_where_they_are_decoded(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

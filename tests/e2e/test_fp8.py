@@ -81,6 +81,7 @@ def test_a_layer_of_the_checkpoint_drafts(tmp_path: Path) -> None:
     check_tokens(folder, model, scales, {"cache.kv_cache_dtype": "fp8_e4m3", "speculation.method": "mtp"})
 
 
+@pytest.mark.gate("2+2")
 @pytest.mark.parametrize("settings", [{}, RANKS], ids=["1+1", "2+2"])
 def test_scales_of_heads_in_a_checkpoint_that_asks_for_fp8(settings: dict[str, Any], tmp_path: Path) -> None:
     folder = save_checkpoint("qwen3", tmp_path)
@@ -93,6 +94,7 @@ def test_scales_of_heads_in_a_checkpoint_that_asks_for_fp8(settings: dict[str, A
     check_tokens(folder, model, scales, settings)
 
 
+@pytest.mark.gate("gpt_oss")
 @pytest.mark.parametrize("case", ["gemma3", "gpt_oss"])
 def test_windows_softcaps_and_sinks_with_scales_that_are_given(case: str, tmp_path: Path) -> None:
     folder = save_checkpoint(case, tmp_path)

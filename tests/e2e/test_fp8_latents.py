@@ -45,7 +45,7 @@ def rounded_tokens(folder: Path) -> list[list[int]]:
     return rounded
 
 
-@pytest.mark.gate("deepseek_v2-1+1", "deepseek_v3-2+2", "deepseek_v32-1+1", "deepseek_v32-over TCP")
+@pytest.mark.gate("deepseek_v2-1+1", "deepseek_v3-2+2", "deepseek_v32-over TCP")
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("case", ["deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"])
 def test_chunks_and_prefixes(case: str, settings: dict[str, Any], tmp_path: Path) -> None:

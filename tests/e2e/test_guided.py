@@ -432,6 +432,7 @@ def written(island: Island, path: str, stream: bool, bias: dict[str, int], **fie
     return "".join(calls) or text, choices[-1]["finish_reason"]
 
 
+@pytest.mark.gate("True")
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_model_that_likes_spaces_has_no_more_of_them_than_asked_for(
     island: Island, folder: Path, stream: bool

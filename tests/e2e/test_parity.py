@@ -35,7 +35,22 @@ SEVERAL = (
 # Whose steps do what those of another case do: projections and tables of RoPE are others.
 LIKE_OTHERS = ("-bias", "-tied", "-eps", "-theta", "-linear", "-llama3", "-yarn", "-yarn-options", "-head-dim", "-mqa")
 # Families whose layers are those of another: the gate compares their logits (tests/workers/models/test_decoder.py).
-RELATED = ("deepseek_v2", "gemma2", "glm4_moe", "glm4_moe_lite", "mistral", "phi3", "qwen2", "qwen3_5")
+# Those of DeepSeek-V4 have clusters of their own (tests/e2e/test_deepseek_v4_cluster.py, test_ranks.py).
+RELATED = (
+    "deepseek_v2",
+    "deepseek_v4",
+    "gemma2",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "mistral",
+    "mixtral",
+    "phi3",
+    "qwen2",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "seed_oss",
+)
 ISLANDS = [(case, each) for case in CASES for each in ((1, 2) if case in SEVERAL else (1,))]
 
 

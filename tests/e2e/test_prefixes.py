@@ -152,7 +152,7 @@ def test_tokens_and_view_are_right_while_prefixes_come_go_and_are_salted(small_m
             assert not len(second._islands._prefixes.pages)
 
 
-@pytest.mark.gate("gemma3", "llama4")
+@pytest.mark.gate("gemma3")
 @pytest.mark.parametrize(
     "family", ["gemma2", "gemma3", "gemma4", "gpt_oss", "llama4", "mistral-window", "qwen2-window"]
 )

@@ -37,7 +37,6 @@ GATE = (
     "deepseek_v4-1+2",
     "gpt_oss-2+4",
     "qwen3_next-1+2",
-    "kimi_linear-2+1",
 )
 
 

@@ -183,6 +183,7 @@ def test_usage_tells_accepted_and_rejected(island: Island) -> None:
     assert details["rejected_prediction_tokens"] >= 0
 
 
+@pytest.mark.long  # the gate has those of tests/e2e/test_drafters.py
 def test_a_draft_model_drafts(small_model: Path, outputs: list[list[int]], plain: Island) -> None:
     """The target itself, which is always right; on workers that compute prompts for themselves and for each other."""
     draft = {"speculation.method": "draft_model", "speculation.draft": str(small_model)}

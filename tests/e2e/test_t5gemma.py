@@ -35,7 +35,11 @@ def oracle(folder: Path) -> Any:
     return save_t5gemma(folder, encoder={"hidden_size": 96, "head_dim": 24, "num_hidden_layers": 3})
 
 
-@pytest.fixture(scope="module", params=[(1, 1), (2, 2), (0, 1)], ids=["1P1D", "2P2D", "one worker"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param((1, 1), marks=pytest.mark.long), (2, 2), (0, 1)],
+    ids=["1P1D", "2P2D", "one worker"],
+)
 def island(request: pytest.FixtureRequest, folder: Path, oracle: Any) -> Iterator[Island]:
     prefill, decode = request.param
     settings = {"island.num_prefill": prefill, "island.num_decode": decode, "gateway.http_port": 0}

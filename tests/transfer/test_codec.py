@@ -21,7 +21,7 @@ def page_slots(pages: np.ndarray, page_size: int = 16) -> np.ndarray:
     return (pages[:, None] * page_size + np.arange(page_size)).ravel().astype(np.int32)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(run, max_size=40))
 def test_any_runs_round_trip(pairs: list[tuple[int, int]]) -> None:
     runs = make(pairs)

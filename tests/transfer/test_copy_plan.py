@@ -50,7 +50,7 @@ def naive_whole_pages(source: np.ndarray, target: np.ndarray) -> int:
 segment = st.tuples(st.integers(0, 40), st.integers(0, 40), st.integers(1, 20))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.lists(segment, max_size=8))
 def test_a_plan_covers_each_pair_once_and_finds_every_whole_page(segments: list[tuple[int, int, int]]) -> None:
     source = np.concatenate([np.arange(s, s + n) for s, _, n in segments] or [[]]).astype(np.int32)

@@ -41,6 +41,7 @@ LAYOUT = layout_of(2, 1)
 SINKS = torch.tensor([0.5, -1.0, 3.0, 0.0])
 
 
+@pytest.mark.gate("*-choose_kernels", "9-0-True-30-TorchKernels", "8-3-False-2-TorchKernels")
 @pytest.mark.parametrize("kernels", [TorchKernels, choose_kernels])
 @pytest.mark.parametrize(
     ("window", "sink", "after", "held"),

@@ -212,7 +212,7 @@ STEP_KINDS = {"steps", "steps that begin pages", "others"}
 FORESEEN = {"foreseen", "not as foreseen"}
 
 
-@pytest.mark.gate("*-native")
+@pytest.mark.gate("windows-native", "streams-native")
 @pytest.mark.parametrize("way", ["native", "numpy"])
 @pytest.mark.parametrize(
     ("layout", "num_streams", "kinds"),

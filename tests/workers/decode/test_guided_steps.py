@@ -101,6 +101,7 @@ class GuidedPair(LoopPair):
         raise AssertionError("the decode loop does not come to an end")
 
 
+@pytest.mark.gate("plain-0", "drafts-1")
 @pytest.mark.parametrize("writer", [PREFILL, DECODE])
 @pytest.mark.parametrize("speculation", [NO_SPECULATION, NGRAM], ids=["plain", "drafts"])
 def test_tokens_in_graphs_are_those_of_eager_steps(folder: Path, writer: int, speculation: SpeculationSettings) -> None:
@@ -112,6 +113,7 @@ def test_tokens_in_graphs_are_those_of_eager_steps(folder: Path, writer: int, sp
     ours.assert_free()
 
 
+@pytest.mark.gate("in graphs")
 @pytest.mark.parametrize("captured", [False, True], ids=["eager", "in graphs"])
 def test_a_head_drafts_beside_guided_rows_and_changes_no_token(tmp_path: Path, captured: bool) -> None:
     """Its layer takes the tokens of a step, which guided rows get after the launch."""

@@ -298,6 +298,7 @@ def test_the_naive_layer_drafts_what_transformers_does(mtp_folder: Path, monkeyp
 
 
 @pytest.mark.usefixtures("always_drafting")
+@pytest.mark.gate("follows-some tokens", "in graphs-all tokens", "eager-some tokens")
 @pytest.mark.parametrize("whole_vocab", [True, False], ids=["all tokens", "some tokens"])
 @pytest.mark.parametrize(
     ("in_graphs", "follows"), [(True, True), (True, False), (False, False)], ids=["follows", "in graphs", "eager"]

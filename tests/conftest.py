@@ -18,6 +18,7 @@ from tests.support import triton_interpreter, unit_guard
 from tests.support.shared_forks import share_fork_server
 
 gc.disable()  # until tests are collected: modules that are imported stay
+YOUNG_OBJECTS = 5000  # Python collects at 700, and looks through transformers and Ray each time it collects the oldest
 
 # Ray forks its processes here while other threads use gRPC, whose handlers may abort the child before it is Ray's.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
@@ -83,6 +84,7 @@ def pytest_collection_finish() -> None:
         triton_interpreter.hasten()
     gc.enable()
     gc.freeze()  # all modules and tests stay: no collection looks through them again
+    gc.set_threshold(YOUNG_OBJECTS)
 
 
 def pytest_unconfigure() -> None:

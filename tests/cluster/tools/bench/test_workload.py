@@ -18,8 +18,8 @@ COUNT = 4000
 
 
 def workload(**options: Any) -> Workload:
-    lengths: dict[str, Any] = {"prompts": Lengths.uniform(4, 12), "outputs": Lengths.uniform(2, 6)}
-    return Workload(**(lengths | {"vocab_size": 500} | options))
+    given: dict[str, Any] = {"prompts": Lengths.uniform(4, 12), "outputs": Lengths.uniform(2, 6), "vocab_size": 500}
+    return Workload(**(given | options))
 
 
 def tokens(session: Session) -> list[list[int]]:

@@ -58,6 +58,7 @@ One YAML file describes a cluster. `tandem up FILE` reads it. This page is gener
 | `gateway.http_port` | must differ from `gateway.port` |
 | `security.api_key`, `security.token_file` | at most one of them |
 | `security.tls_cert`, `security.tls_key` | come together; `security.client_ca` needs both |
+| `security.keys_file` | needs `security.token_file` or `security.api_key` |
 | `security.tls_at_proxy` | needs a token, and no `security.tls_cert` |
 | targets of `scaling` | need `metrics.enabled`, and `scaling.max_islands` or `scaling.max_workers` |
 | `num_islands` | at most `scaling.max_islands`; at least `scaling.min_islands` if a target is set |

@@ -49,7 +49,7 @@ FLOORS = {
     ),
     "cluster": (
         {"errors", "scaling", "text"},
-        {"adapters", "credentials", "peers", "protocol"},
+        {"adapters", "credentials", "keys", "peers", "protocol"},
         {"client", "processes"},
         {"routing"},
         {"config", "requests"},

@@ -70,7 +70,7 @@ def check_host(config: ClusterConfig, *, own_ray: bool, beside: Set[int] = froze
         findings += _check_packages(config)
     if findings:
         raise ConfigError("\n".join(findings))
-    config.security.server.check()
+    config.security.check()
     check_ports(config.gateway, config.metrics, beside)
     limit = raise_file_limit()
     folders = _check_folders(config, config.processes if own_ray else 1)

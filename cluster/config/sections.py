@@ -35,6 +35,7 @@ from tandem.cluster.config.units import (
     Tokens,
 )
 from tandem.cluster.credentials import ServerSecurity
+from tandem.cluster.keys.key_file import read_keys
 from tandem.cluster.routing.policy import POLICIES
 from tandem.workers.config import TOKEN_SHARE, RecordSettings
 from tandem.workers.logs import LogSettings
@@ -245,6 +246,8 @@ class SecuritySection(Section):
     """file with the bearer token that every call must carry; readable by its owner only"""
     api_key: SecretStr | None = None
     """the bearer token itself, in place of token_file; better in TANDEM_SECURITY__API_KEY than in a file"""
+    keys_file: ResolvedPath | None = None
+    """YAML file of callers' keys with their limits, read again when it changes; the token is then the operator's"""
     tls_cert: ResolvedPath | None = None
     """the gateway's certificate chain, PEM"""
     tls_key: ResolvedPath | None = None
@@ -261,7 +264,13 @@ class SecuritySection(Section):
     def server(self) -> ServerSecurity:
         """The settings that the gateway takes."""
         key = None if self.api_key is None else self.api_key.get_secret_value()
-        return ServerSecurity(**self.model_dump(exclude={"api_key", "tls_at_proxy"}), api_key=key)
+        return ServerSecurity(**self.model_dump(exclude={"api_key", "keys_file", "tls_at_proxy"}), api_key=key)
+
+    def check(self) -> None:
+        """ConfigError for a file that cannot be read or used."""
+        self.server.check()
+        if self.keys_file is not None:
+            read_keys(self.keys_file)
 
     @property
     def is_keyed(self) -> bool:
@@ -277,6 +286,8 @@ class SecuritySection(Section):
     def _is_whole(self) -> Self:
         if self.api_key is not None and self.token_file is not None:
             raise ValueError("must have token_file or api_key, not both")
+        if self.keys_file is not None and not self.is_keyed:
+            raise ValueError("must have token_file or api_key, the operator's token, where keys_file is set")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("must have both tls_cert and tls_key, or neither")
         if self.client_ca is not None and self.tls_cert is None:

@@ -94,7 +94,7 @@ class Cluster:
         """
         with self.clock.phase("checkpoint"):
             max_model_len = check_model(self._config)
-        self._config.security.server.check()
+        self._config.security.check()
         check_ports(self._config.gateway, self._config.metrics, self._beside)  # it takes a while until they are opened
         self._built = None if build is None else build()
         try:

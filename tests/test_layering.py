@@ -49,8 +49,8 @@ FLOORS = {
     ),
     "cluster": (
         {"errors", "scaling", "text"},
-        {"adapters", "credentials", "keys", "peers", "protocol"},
-        {"client", "processes"},
+        {"adapters", "credentials", "peers", "protocol"},
+        {"client", "keys", "processes"},
         {"routing"},
         {"config", "requests"},
         {"metrics", "served_model", "tracing"},
@@ -86,6 +86,7 @@ HOMES = {
         "cluster/cli/samples.py",
         "cluster/metrics/cells.py",
         "cluster/metrics/cluster_series.py",
+        "cluster/metrics/key_series.py",
         "cluster/metrics/scrape.py",
     },
     "grpc": {
@@ -94,6 +95,7 @@ HOMES = {
         "cluster/client/resumption.py",
         "cluster/credentials.py",
         "cluster/frontends/admin.py",
+        "cluster/frontends/grpc_access.py",
         "cluster/frontends/grpc_server.py",
         "cluster/frontends/inference.py",
         "cluster/frontends/reflection.py",

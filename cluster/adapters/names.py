@@ -1,11 +1,18 @@
 """The names that requests may give as their model: the served model's, and those of its adapters."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from tandem.cluster.adapters.values import Adapter, AdapterSet
 from tandem.cluster.errors import AdapterRefused, Unavailable, UnknownModel
 
 MOST_SHOWN = 8  # names in an error
+Allows = Callable[[str], bool]
+"""Whether a caller may use a name."""
+
+
+def anything(name: str) -> bool:
+    """Of a caller who may use all names."""
+    return True
 
 
 class ServedNames:
@@ -33,21 +40,29 @@ class ServedNames:
     def all(self) -> tuple[str, ...]:
         return (*self.model, *self._adapters.by_name)
 
-    def adapter(self, asked: str | None) -> Adapter | None:
+    def seen(self, allows: Allows) -> tuple[str, ...]:
+        """Returns all names that a caller may use."""
+        return tuple(filter(allows, self.all))
+
+    def adapter(self, asked: str | None, allows: Allows = anything) -> Adapter | None:
         """Returns the adapter that a request's model names, or None for the served model. UnknownModel for any other
-        name; Unavailable while that name may still arrive."""
+        name, and for a name that the caller may not use; Unavailable while that name may still arrive."""
+        if not any(map(allows, [asked] if asked else self.model)):
+            raise UnknownModel(
+                f"model is {f'{asked!r:.80}' if asked else 'missing'}; {shown(self.seen(allows))} served here"
+            )
         if not asked or asked in self.model:
             return None
         adapter = self._adapters.by_name.get(asked)
         if adapter is None and not self._settled:
             raise Unavailable(f"model is {asked!r:.80}; this gateway process has just started, and may know it soon")
         if adapter is None:
-            raise UnknownModel(f"model is {asked!r:.80}; {shown(self.all)} served here")
+            raise UnknownModel(f"model is {asked!r:.80}; {shown(self.seen(allows))} served here")
         return adapter
 
-    def answer(self, asked: str | None) -> str:
+    def answer(self, asked: str | None, allows: Allows = anything) -> str:
         """Returns the name in answers to a request. UnknownModel as adapter() raises it."""
-        adapter = self.adapter(asked)
+        adapter = self.adapter(asked, allows)
         return self.model[0] if adapter is None else adapter.name
 
     def check(self, digest: bytes) -> None:
@@ -61,6 +76,8 @@ class ServedNames:
 
 def shown(names: Sequence[str]) -> str:
     """Lists the names in words, with their verb. Of many names it lists the first ones."""
+    if not names:
+        return "none is"
     more = len(names) - MOST_SHOWN
     if more > 0:
         return f"{', '.join(map(repr, names[:MOST_SHOWN]))} and {more} more are"

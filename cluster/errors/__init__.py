@@ -6,14 +6,18 @@ TandemError             UsageError ConfigError RuntimeDirError ClusterRunning Cl
 │                       ProcessEnded WorkerLost RayLost ReshapeFailed BuildFailed BenchmarkFailed MissingPlots
 └── CallError           InvalidRequest Overloaded DeadlineExceeded Unavailable Unauthenticated Cancelled
                         AttemptsExhausted Superseded ScaleRefused AdapterRefused ServerError
-                        InvalidRequest ── UnknownModel                           └── NotFinite
+                        Forbidden                                                └── NotFinite
+                        InvalidRequest ── UnknownModel   Overloaded ── RateLimited
 WorkerCallError         WorkerFull WorkerTimedOut ForwardFailed LogitsNotFinite RequestRefused
 └── PlacementLost       WorkerUnreachable AdapterMissing
 
 Inside the gateway a call to a worker fails with a WorkerCallError. statuses.py maps both trees to gRPC and HTTP.
 """
 
+from collections.abc import Sequence
 from typing import ClassVar
+
+from tandem.cluster.errors.limit_state import LimitState
 
 
 class TandemError(Exception):
@@ -117,6 +121,19 @@ class Overloaded(CallError):
     def __init__(self, message: str, retry_after_seconds: float = 1.0) -> None:
         super().__init__(message)
         self.retry_after_seconds = retry_after_seconds
+
+
+class RateLimited(Overloaded):
+    """The caller's key has used up a limit of its own; the same call may succeed after retry_after_seconds."""
+
+    def __init__(self, message: str, retry_after_seconds: float = 1.0, states: Sequence[LimitState] = ()) -> None:
+        """states: of the limits that the key has."""
+        super().__init__(message, retry_after_seconds)
+        self.states = tuple(states)
+
+
+class Forbidden(CallError):
+    """The caller is known, and may not do this."""
 
 
 class DeadlineExceeded(CallError, TimeoutError):

@@ -29,6 +29,8 @@ STATUSES: tuple[tuple[type[CallError], grpc.StatusCode, int], ...] = (
     (errors.ScaleRefused, Code.FAILED_PRECONDITION, 409),
     (errors.AdapterRefused, Code.FAILED_PRECONDITION, 409),
     (Overloaded, Code.RESOURCE_EXHAUSTED, 429),
+    (errors.RateLimited, Code.RESOURCE_EXHAUSTED, 429),
+    (errors.Forbidden, Code.PERMISSION_DENIED, 403),
     (errors.Cancelled, Code.CANCELLED, 500),
     (errors.ServerError, Code.INTERNAL, 500),
     (errors.NotFinite, Code.DATA_LOSS, 500),

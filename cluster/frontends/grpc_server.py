@@ -11,12 +11,14 @@ import grpc.aio
 
 from tandem.cluster.errors import DeadlineExceeded, InvalidRequest, Overloaded, StartFailed
 from tandem.cluster.errors.statuses import grpc_status, refuse
+from tandem.cluster.frontends.grpc_access import AccessRequired, refusal
+from tandem.cluster.keys.gate import Gate
 from tandem.cluster.requests.body_budget import Body, BodyBudget, current_body
 from tandem.cluster.requests.call_limit import CallLimit, connections_per_frontend
-from tandem.workers.ports.authentication import OPEN_METHODS, TokenRequired
+from tandem.workers.ports.authentication import OPEN_METHODS
 from tandem.workers.ports.call_turns import CallTurns
 from tandem.workers.ports.connections import lenient_options
-from tandem.workers.ports.ended_calls import heed_end, read_message
+from tandem.workers.ports.ended_calls import read_message
 from tandem.workers.ports.guarded_port import CallLooks, GuardedPort, client_host
 from tandem.workers.ports.tls import bracketed
 from tandem.workers.service.well_formed import WellFormedRequired
@@ -36,14 +38,14 @@ Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 def grpc_server(
     limit: CallLimit,
     bodies: BodyBudget,
-    token: str | None,
+    gate: Gate,
     max_bytes: int,
     turns: CallTurns,
     rejected: Callable[[str], None],
 ) -> grpc.aio.Server:
-    """A server without services and without a port. max_bytes: of one message. token: None admits everybody. turns: of
-    its port. rejected: hears of each call that no method takes, by its status."""
-    access = [] if token is None else [TokenRequired(token, lambda: rejected(grpc.StatusCode.UNAUTHENTICATED.name))]
+    """A server without services and without a port. gate: admits callers. max_bytes: of one message. turns: of its
+    port. rejected: hears of each call that no method takes, by its status."""
+    access = [] if gate.is_open else [AccessRequired(gate, rejected)]
     bounded = BoundedCalls(limit, bodies, max_bytes, rejected)
     return grpc.aio.server(
         options=server_options(max_bytes), interceptors=[CallLooks(turns), *access, bounded, WellFormedRequired()]
@@ -100,7 +102,7 @@ class BoundedCalls(grpc.aio.ServerInterceptor):
             self._open.get(handler_call_details.method, self._limit).admit()
         except Overloaded as error:
             self._rejected(grpc_status(error).name)
-            return _refusal(error)
+            return refusal(error)
         handler = await continuation(handler_call_details)
         return None if handler is None else self._bounded(handler)
 
@@ -179,16 +181,6 @@ class BoundedCalls(grpc.aio.ServerInterceptor):
         if request is grpc.aio.EOF:  # type: ignore[attr-defined]  # unseen by pyright
             await refuse(context, InvalidRequest("the call has no request; one message is needed"))
         return request
-
-
-def _refusal(error: Overloaded) -> Any:
-    """A method that refuses its call without reading the request."""
-
-    async def behave(_: object, context: grpc.aio.ServicerContext) -> None:
-        await heed_end()
-        await refuse(context, error)
-
-    return grpc.stream_unary_rpc_method_handler(behave)
 
 
 def _in_time(method: Callable[..., AsyncIterator[Any]]) -> Callable[..., Awaitable[None]]:

@@ -1,12 +1,14 @@
 """The service of tandem's own protocol, tandem.v1.Inference, over gRPC."""
 
 from collections.abc import Awaitable, Callable
+from typing import NoReturn
 
 import grpc
 
-from tandem.cluster.errors import TandemError
+from tandem.cluster.errors import TandemError, UnknownModel
 from tandem.cluster.errors.statuses import grpc_status, refuse
 from tandem.cluster.frontends.grpc_server import host_of
+from tandem.cluster.keys.key_cells import Sum
 from tandem.cluster.protocol import CLIENT_ID_KEY
 from tandem.cluster.requests.active_requests import ActiveRequests
 from tandem.cluster.requests.embedding.embeddings import Caller, Embeddings
@@ -36,7 +38,7 @@ class Inference(inference_pb2_grpc.InferenceServicer):
         self._rejected = rejected
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
-        current_origin.set(Origin("grpc", request.request_id, traceparent=_metadata(context, TRACEPARENT_KEY)))
+        _name(request.request_id, context)
         try:
             serving = self._requests.serve(
                 request,
@@ -49,19 +51,17 @@ class Inference(inference_pb2_grpc.InferenceServicer):
             del request  # which may be large, and the call long
             await serving
         except TandemError as error:
-            self._rejected(grpc_status(error).name)
-            await refuse(context, error)
+            await self._refuse(context, error)
 
     async def Embed(self, request: inference_pb2.EmbedRequest, context: Context) -> inference_pb2.EmbedResponse:
-        current_origin.set(Origin("grpc", request.request_id, traceparent=_metadata(context, TRACEPARENT_KEY)))
+        _name(request.request_id, context)
         credential, dimensions = _metadata(context, HEADER), request.dimensions or None
         caller = Caller(_client_of(context), host_of(context), credential, context.time_remaining())
         try:
             with self._embeddings.embedding_room(len(request.inputs), dimensions):
                 request_id, answer = await self._embeddings.embed(request, caller)
         except TandemError as error:
-            self._rejected(grpc_status(error).name)
-            await refuse(context, error)
+            await self._refuse(context, error)
         return inference_pb2.EmbedResponse(
             request_id=request_id,
             values=answer.values.astype("<f4", copy=False).tobytes(),
@@ -69,6 +69,12 @@ class Inference(inference_pb2_grpc.InferenceServicer):
             usage=answer.usage,
             timings=answer.timings,
         )
+
+    async def _refuse(self, context: Context, error: TandemError) -> NoReturn:
+        if isinstance(error, UnknownModel):
+            current_origin.get().access.refused(Sum.REFUSED_MODEL)
+        self._rejected(grpc_status(error).name)
+        await refuse(context, error)
 
     async def GetModelInfo(
         self, request: inference_pb2.GetModelInfoRequest, context: Context
@@ -79,6 +85,12 @@ class Inference(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GetClusterInfoRequest, context: Context
     ) -> inference_pb2.ClusterInfo:
         return await self._cluster()
+
+
+def _name(request_id: str, context: Context) -> None:
+    """Observers of the request hear by which id its client knows it. What its caller may do stays."""
+    access = current_origin.get().access
+    current_origin.set(Origin("grpc", request_id, traceparent=_metadata(context, TRACEPARENT_KEY), access=access))
 
 
 def _client_of(context: Context) -> str:

@@ -38,6 +38,8 @@ from tandem.cluster.text.tokenizer import Tokenizer
 MESSAGES = "/v1/messages"
 COUNT_TOKENS = "/v1/messages/count_tokens"
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"  # as in vLLM
+OPERATORS = frozenset({LOAD, UNLOAD})
+"""Paths that no caller's key opens."""
 EMBEDDINGS = "/v1/embeddings"
 SCORES = ("/v1/score", "/score")  # as in vLLM
 RERANKS = ("/v1/rerank", "/v2/rerank", "/rerank")

@@ -28,7 +28,8 @@ from tandem.cluster.frontends.orders import Order, Orders, Outcome
 from tandem.cluster.frontends.pages.page import DOCS_PAGE, STATUS_PAGE, pages
 from tandem.cluster.frontends.pages.status import Status
 from tandem.cluster.frontends.reflection import enable_reflection
-from tandem.cluster.frontends.routes import ERROR_FORMS, api_routes
+from tandem.cluster.frontends.routes import ERROR_FORMS, OPERATORS, api_routes
+from tandem.cluster.gateway.callers import Callers
 from tandem.cluster.gateway.embedding import make_embeddings
 from tandem.cluster.gateway.observers import observers_of, open_tracer
 from tandem.cluster.gateway.served_adapters import ServedAdapters
@@ -115,6 +116,7 @@ class Gateway:
             self._model = self._model.with_pages(num_pages)
         self._make_routing()
         self._make_requests()
+        await self._callers.start()
         self._start_tasks()
         await self._make_servers(turns)
         host, shared = settings.config.gateway.host, settings.shares_ports
@@ -162,6 +164,7 @@ class Gateway:
         """The requests by id, and what observes their ends."""
         section, security = self._settings.config.gateway, self._settings.security
         self._metrics = RequestMetrics(self._table)
+        self._callers = Callers(self._settings, self._table, self._metrics)
         self._tracer, self._end_export = open_tracer(self._settings.config)
         observe = all_of(observers_of(self._settings.config, self._names.model[0], self._metrics, self._tracer))
         self._validator = RequestValidator(
@@ -193,7 +196,9 @@ class Gateway:
         settings, bound = self._settings, self._settings.token_seconds
         if settings.warm_up and settings.process == 0:  # once is enough
             self._warm_up = WarmUp(self._islands, self._router, self._model.limits, local=bound is not None)
-        self._tasks = [asyncio.create_task(one) for one in (self._metrics.run(), *self._adapters.tasks())]
+        self._tasks = [
+            asyncio.create_task(one) for one in (self._metrics.run(), *self._adapters.tasks(), *self._callers.tasks())
+        ]
         if settings.peers is not None and settings.process == 0:  # for all of this host
             self._tasks.append(asyncio.create_task(FarPlacements(self._table, self._links).run()))
         if bound is not None and not self._colocated:
@@ -223,7 +228,9 @@ class Gateway:
             prefix_sharing=config.cache.prefix_sharing,
             adaptive=self._settings.token_seconds is not None,
         )
-        return Scrape(self._metrics, served, self._account.info_here, lambda: self._readiness.reason)
+        return Scrape(
+            self._metrics, served, self._account.info_here, lambda: self._readiness.reason, self._callers.book
+        )
 
     async def _tell_health(self) -> None:
         """Inference, and the server as a whole, serve where requests would be served; Admin as long as this lives."""
@@ -247,17 +254,9 @@ class Gateway:
 
     def _grpc_server(self, turns: CallTurns) -> grpc.aio.Server:
         """With its services, without a port."""
-        settings = self._settings
-        server = grpc_server(
-            self._limit,
-            self._bodies,
-            settings.security.token(),
-            self._max_bytes,
-            turns,
-            self._metrics.rejected_grpc,
-        )
+        gate, rejected = self._callers.gate, self._metrics.rejected_grpc
+        server = grpc_server(self._limit, self._bodies, gate, self._max_bytes, turns, rejected)
         model = model_info(self._names.model, self._model, self._tokenizer)
-        rejected = self._metrics.rejected_grpc
         inference = Inference(self._requests, self._embeddings, model, self._account.info, rejected)
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
         admin_pb2_grpc.add_AdminServicer_to_server(self._admin, server)
@@ -272,7 +271,7 @@ class Gateway:
             return None, None
         from tandem.cluster.frontends.http.server import HttpServer  # the extra http
 
-        common = {"limit": self._limit, "token": settings.security.token(), "rejected": self._metrics.rejected_http}
+        common = {"limit": self._limit, "gate": self._callers.gate, "rejected": self._metrics.rejected_http}
         load, on_http = partial(self._table.total, Column.ACTIVE), scrape if settings.metrics_port is None else None
         status = Status(self._account.info).serve
         watched = partial(Monitoring, lambda: self._readiness.reason, public=metrics.public, load=load, status=status)
@@ -294,7 +293,7 @@ class Gateway:
                 embeddings=self._embeddings,
                 beside=monitoring.routes,
             )
-            shapes = {"forms": ERROR_FORMS, "origins": section.cors_origins}
+            shapes = {"forms": ERROR_FORMS, "origins": section.cors_origins, "operators": OPERATORS}
             app = HttpApp(routes, monitoring, **shapes, **common)
             http = HttpServer(app, section.host, settings.http_port, settings.security, shared=shared)
         if settings.metrics_port is not None:

@@ -45,6 +45,10 @@ class RequestMetrics:
         """Counts a call over HTTP that ends with this status."""
         self.recorder.add(series.REJECTED, 1, series.HTTP, str(status if status in HTTP_CODES else 500))
 
+    def keys_file_failed(self) -> None:
+        """The keys file has changed, and cannot be used."""
+        self.recorder.add(series.KEYS_FILE_ERRORS)
+
     def flush(self) -> None:
         """Counts the tokens whose gaps have gathered."""
         gaps, self.gaps = self.gaps, []

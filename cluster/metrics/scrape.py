@@ -8,7 +8,9 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily
 
+from tandem.cluster.keys.book import KeyBook
 from tandem.cluster.metrics.cluster_series import gateway_families, island_families, pages_in_use, worker_families
+from tandem.cluster.metrics.key_series import key_families
 from tandem.cluster.metrics.request_metrics import RequestMetrics
 from tandem.cluster.metrics.series import LAYOUT
 from tandem.cluster.peers.table import Column, GatewayTable
@@ -40,12 +42,14 @@ class Scrape:
         served: Served,
         cluster: Callable[[], Awaitable[inference_pb2.ClusterInfo]],
         unready: Callable[[], str],
+        keys: KeyBook | None = None,
     ) -> None:
-        """cluster: asks the workers. unready: see Readiness.reason."""
+        """cluster: asks the workers. unready: see Readiness.reason. keys: of callers; None: there are none."""
         self._metrics = metrics
         self._served = served
         self._cluster = cluster
         self._unready = unready
+        self._keys = keys
         self._made = 0.0
         self._making: asyncio.Task[bytes] | None = None
 
@@ -68,6 +72,7 @@ class Scrape:
             *gateway_families(info),
             *island_families(info.islands),
             *worker_families(info.islands),
+            *key_families({} if self._keys is None else self._keys.sums()),
         ]
         self._made = asyncio.get_running_loop().time()
         # This takes a few milliseconds, and streams must not wait for it.

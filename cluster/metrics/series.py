@@ -83,5 +83,9 @@ REJECTED = Counter(
     series=(*((GRPC, code) for code in GRPC_CODES), *((HTTP, str(code)) for code in HTTP_CODES)),
 )
 
+KEYS_FILE_ERRORS = Counter(
+    "tandem:keys_file_errors", "Changes of security.keys_file that could not be used, in each gateway process."
+)
+
 LAYOUT = CellLayout([one for one in [*globals().values()] if isinstance(one, Counter | Histogram)])
 """The cells of all metrics above, in their order."""

@@ -3,10 +3,11 @@
     row 0   port  pid  calls  queued …   tokens placed on each worker   waiting by client  running ids   lasting counts
     row 1   …
     far                                  tokens placed on each worker by gateways of other hosts, see FarPlacements
+    keys 0, 1 …, far                     what callers' keys have used, see cluster/keys/key_cells.py
 
 Each process writes its own row and reads all of them, so no lock is needed. A cell is an aligned int64, which is read
 and written whole. The supervisor makes the file, and clears the row of a process that has ended. The lasting counts
-stay: the next process of that row goes on counting, so that no sum of all rows ever goes down.
+and those of keys stay: the next process of that row goes on counting, so that no sum of all rows ever goes down.
 """
 
 import fcntl
@@ -28,6 +29,11 @@ WORKERS = 512  # of an island: as many of each role as the configuration has
 CLIENT_CELLS = 1 << 12
 ID_CELLS = 1 << 14
 LASTING_CELLS = 1 << 10  # of a process and those that follow it
+KEY_SLOTS = 1 << 11  # keys of a process: those of the file, and those that were in it a minute ago
+KEY_WIDTH = 144  # cells of a key
+KEY_CELLS = KEY_SLOTS * (
+    1 + KEY_WIDTH
+)  # of a process and those that follow it; memory that nobody touches is not taken
 
 
 class Column(IntEnum):
@@ -69,7 +75,11 @@ class GatewayTable:
         self._cells = memoryview(memory).cast("q")
         self._everything = np.frombuffer(memory, np.int64)
         self._first_far = processes * self._width
-        self._far = self._everything[self._first_far :]
+        first_key = self._first_far + 2 * num_islands * WORKERS
+        self._far = self._everything[self._first_far : first_key]
+        self.keys: Int64Array = self._everything[first_key:].reshape(processes + 1, KEY_CELLS)
+        """[processes + 1, KEY_CELLS]: a row for each process, and one for all other hosts, which one process writes.
+        They outlast a process."""
         cells = self._everything[: self._first_far].reshape(processes, self._width)
         self._placed = cells[:, SINGLE : self._first_client]
         self._clients = cells[:, self._first_client : self._first_id].reshape(processes, 2, CLIENT_CELLS)
@@ -116,6 +126,10 @@ class GatewayTable:
     def add(self, column: int, amount: int) -> None:
         """What others write before they look is seen after this: of two processes that add and look, one sees both."""
         self._cells[self._own + column] += amount
+        self.fence()
+
+    def fence(self) -> None:
+        """What this process has written is seen by others before it reads on."""
         with self._fence:  # taking a lock is a full memory barrier
             pass
 
@@ -228,4 +242,4 @@ def row_cells(num_islands: int) -> int:
 
 
 def table_bytes(processes: int, num_islands: int) -> int:
-    return 8 * (processes * row_cells(num_islands) + 2 * num_islands * WORKERS)
+    return 8 * (processes * row_cells(num_islands) + 2 * num_islands * WORKERS + (processes + 1) * KEY_CELLS)

@@ -11,10 +11,12 @@ from tandem.cluster.peers.claims import Claim, Claims, Holder, in_use, supersede
 from tandem.cluster.peers.table import Column, GatewayTable
 from tandem.cluster.requests.answers import Answers
 from tandem.cluster.requests.body_budget import release_current_body
+from tandem.cluster.requests.charges import RequestCharge
 from tandem.cluster.requests.fair_turns import FairTurns
 from tandem.cluster.requests.forks import NOT_FORKED, ForkedFrom, take_tokens
 from tandem.cluster.requests.generation import Generation, Write
 from tandem.cluster.requests.observer import Observe, RequestObserver, all_of
+from tandem.cluster.requests.origin import current_origin
 from tandem.cluster.requests.reading.guide_checks import GuideChecks
 from tandem.cluster.requests.reading.readers import Readers
 from tandem.cluster.requests.validation import RequestValidator, ValidRequest, refused_prompt
@@ -105,28 +107,33 @@ class ActiveRequests:
 
         client: see Router.place. host: the client's, by which clients take turns while requests are read. seconds: the
         client's own time limit, if it has one. credential, open_ended: see RequestValidator.validate. Cancelling this
-        call frees all that the request holds. Raises InvalidRequest, Overloaded, DeadlineExceeded, AttemptsExhausted,
-        Superseded, ServerError, and the error given to end().
+        call frees all that the request holds. Raises InvalidRequest, RateLimited, Overloaded, DeadlineExceeded,
+        AttemptsExhausted, Superseded, ServerError, and the error given to end().
         """
         if self._ended is not None:
             raise self._ended
         arrived = time.perf_counter()
         limit = self._request_seconds if seconds is None else min(seconds, self._request_seconds)
         deadline = asyncio.get_running_loop().time() + limit
-        observer = self._observe(request.request_id, client, arrived)
+        observer, access = self._observe(request.request_id, client, arrived), current_origin.get().access
         answers: Answers | None = None
         is_named = bool(request.request_id)
+        is_open = open_ended is not None and not request.sampling.HasField("max_tokens")
         try:
+            access.look()
             valid, fork = await self._validate(request, open_ended, credential, host)
             del request  # the message may be large, and the call long
             release_current_body()
-            observer.validated(valid)
-            answers = self._answers(valid, arrived, observer, client)
-            claim = Claim(valid.request_id, valid.resumes, self._claims.clock.next(), self._origin)
-            call = self._enter(_Call(claim, answers, credential, valid.prompt.salt, fork))
-            # An id that the gateway has just made runs nowhere else.
-            holders = self._claims.asked(claim) if is_named else []
-            await self._finish(call, holders, client, write, deadline, limit)
+            charge = RequestCharge(access, valid, is_open=is_open)
+            with charge.until_end():
+                observer.validated(valid)
+                charge.answers = answers = self._answers(valid, arrived, observer, client)
+                request_id = access.scoped(valid.request_id)
+                claim = Claim(request_id, valid.resumes, self._claims.clock.next(), self._origin)
+                call = self._enter(_Call(claim, answers, credential, valid.prompt.salt, fork))
+                # An id that the gateway has just made runs nowhere else.
+                holders = self._claims.asked(claim) if is_named else []
+                await self._finish(call, holders, client, charge.counting(write), deadline, limit)
         except BaseException as error:
             _end(observer, answers, error)
             raise
@@ -272,7 +279,8 @@ class ActiveRequests:
     def _take_fork(self, request: inference_pb2.GenerateRequest, credential: str) -> tuple[Int64Array, ForkedFrom]:
         """Takes the tokens of a fork: see take_tokens(). A caller that may not share the parent's prefixes does not
         learn that it runs."""
-        call, salt = self._running.get(request.fork.request_id), self._validator.salt(request.cache_salt, credential)
+        parent = current_origin.get().access.scoped(request.fork.request_id)
+        call, salt = self._running.get(parent), self._validator.salt(request.cache_salt, credential)
         theirs = call is not None and (call.credential, call.salt) == (credential, salt)
         return take_tokens(request.fork, call.answers.answer(request.fork.index) if call and theirs else None)
 

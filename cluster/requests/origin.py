@@ -6,6 +6,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 from tandem.cluster.errors import InvalidRequest
+from tandem.cluster.keys.access import OPERATOR, Access
 
 REQUEST_ID_KEY = "x-request-id"
 TRACEPARENT_KEY = "traceparent"
@@ -22,6 +23,7 @@ class Origin:
     request_id: str = ""  # empty: made when the request is validated
     given_id: str = ""  # by which the client knows it; empty where it said none
     traceparent: str = ""  # as W3C's trace context has it; not checked
+    access: Access = OPERATOR  # what its caller may do
 
 
 current_origin: "ContextVar[Origin]" = ContextVar("current_origin", default=Origin())  # noqa: B039  # frozen

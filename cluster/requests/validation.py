@@ -12,10 +12,12 @@ from tandem.cache.plan.arrays import Int64Array
 from tandem.cluster.adapters.names import ServedNames
 from tandem.cluster.adapters.values import Adapter
 from tandem.cluster.errors import InvalidRequest
+from tandem.cluster.keys.key_cells import Sum
 from tandem.cluster.protocol import MAX_MESSAGES, TOKEN_IDS_ONLY
 from tandem.cluster.requests.cache_salt import worker_salt
 from tandem.cluster.requests.default_sampling import with_defaults
 from tandem.cluster.requests.model_limits import ModelLimits
+from tandem.cluster.requests.origin import current_origin
 from tandem.cluster.requests.reading.received import Received, read_resume
 from tandem.cluster.text.chat_template import CHOSEN, ChatTemplateError
 from tandem.cluster.text.encoder_prompt import InvalidHalf, decoder_prompt, take_encoder_prompt
@@ -153,11 +155,8 @@ class RequestValidator:
         self._limits.check_length(len(message.fork.token_ids) + 1, 1)
 
     def _check_priority(self, message: inference_pb2.GenerateRequest) -> None:
-        first, last = self._limits.priorities
-        if not first <= message.sampling.priority <= last:
-            raise InvalidRequest(
-                f"sampling.priority is {message.sampling.priority}; {first} … {last} are accepted (gateway.priorities)"
-            )
+        if message.sampling.HasField("priority"):
+            self.check_priority("sampling.priority", message.sampling.priority)
         if message.service_tier and message.sampling.HasField("priority"):
             raise InvalidRequest(
                 f"service_tier is {message.service_tier!r:.80}; it is accepted only without sampling.priority"
@@ -178,10 +177,21 @@ class RequestValidator:
             or len(message.token_ids.ids) > QUICK_IDS
         )
 
+    def check_priority(self, field: str, priority: int) -> None:
+        """InvalidRequest for one that this task's caller may not ask for."""
+        access = current_origin.get().access
+        first, last = access.priorities(*self._limits.priorities)
+        if not first <= priority <= last:
+            access.refused(Sum.REFUSED_PRIORITY)
+            whose = f"the key {access.name!r}" if access.name else "gateway.priorities"
+            raise InvalidRequest(f"{field} is {priority}; {first} … {last} are accepted ({whose})")
+
     def priority(self, service_tier: str, otherwise: int) -> int:
-        """Returns the priority of a tier; `otherwise` if the tier is empty."""
-        tiers: dict[str, int] = dict(zip(TIERS, self._limits.priorities, strict=True))
-        return tiers.get(service_tier, otherwise)
+        """Returns the priority of a tier. If the tier is empty: `otherwise`, or the nearest that this task's caller may
+        have."""
+        first, last = current_origin.get().access.priorities(*self._limits.priorities)
+        tiers: dict[str, int] = dict(zip(TIERS, (first, last), strict=True))
+        return tiers.get(service_tier, max(first, min(otherwise, last)))
 
     def salt(self, cache_salt: str, credential: str) -> bytes:
         """Returns the salt by which workers share prefixes. Raises InvalidRequest."""
@@ -248,8 +258,12 @@ class RequestValidator:
         return ValidRequest(request_id, prompt, params, received, resumes, tells, name)
 
     def _adapter(self, message: inference_pb2.GenerateRequest) -> Adapter | None:
-        """Returns the adapter. UnknownModel for a model that is not served."""
-        return None if self._names is None else self._names.adapter(message.model)
+        """Returns the adapter. UnknownModel for a model that is not served, or not to this task's caller."""
+        return self.adapter(message.model)
+
+    def adapter(self, model: str) -> Adapter | None:
+        """Returns what ServedNames.adapter() returns to this task's caller."""
+        return None if self._names is None else self._names.adapter(model, current_origin.get().access.allows)
 
     def _check_received(self, field: str, count: int, *, slides: bool) -> None:
         longest = self._limits.max_sliding_tokens if slides else self._limits.longest

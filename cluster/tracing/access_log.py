@@ -49,6 +49,7 @@ class _AccessLine(RequestObserver):
             request_id=self._request_id,
             frontend=self._origin.frontend,
             client=self._client,
+            key=self._origin.access.name,
             model=self._model,
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.cached_tokens,

@@ -16,6 +16,7 @@ from tandem.cluster.credentials import ServerSecurity
 from tandem.cluster.frontends.http.app import HttpApp
 from tandem.cluster.frontends.http.monitoring import Monitoring
 from tandem.cluster.frontends.http.server import HttpServer
+from tandem.cluster.keys.gate import Gate
 from tandem.cluster.requests.call_limit import CallLimit
 from tests.deploy.dockerfile import findings, healthcheck, stages
 from tests.deploy.known import DEPLOY, EXTRAS, PINS, PROJECT, VERSION
@@ -92,7 +93,7 @@ def test_the_healthcheck_tells_ready_from_alive(tls: bool, tmp_path: Path) -> No
 async def _codes(unready: str, security: ServerSecurity) -> int:
     """Exit code of the HEALTHCHECK beside a gateway."""
     monitoring = Monitoring(lambda: unready, None, public=False)
-    app = HttpApp({}, monitoring, limit=CallLimit(1), token=None, rejected=lambda status: None)
+    app = HttpApp({}, monitoring, limit=CallLimit(1), gate=Gate(None, None), rejected=lambda status: None)
     server = HttpServer(app, "127.0.0.1", 0, security, shared=False)
     port = (await server.start()).rpartition(":")[2]
     try:

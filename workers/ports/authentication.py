@@ -47,7 +47,7 @@ class TokenRequired(grpc.aio.ServerInterceptor):
         if handler_call_details.method in OPEN_METHODS or self._token.admits(given):
             return await continuation(handler_call_details)
         self._denied()
-        return grpc.stream_unary_rpc_method_handler(_deny)  # one that asks for no request: it may never come
+        return denial()
 
 
 def authorized(stub: StubT, token: str) -> StubT:
@@ -75,6 +75,11 @@ class _AuthorizedCall:
 
 def _credentials(token: str) -> str:
     return f"Bearer {token}"
+
+
+def denial() -> Any:
+    """A method that ends its call with UNAUTHENTICATED. It asks for no request: that may never come."""
+    return grpc.stream_unary_rpc_method_handler(_deny)
 
 
 async def _deny(request: Any, context: grpc.aio.ServicerContext) -> None:

@@ -1,12 +1,15 @@
 """The answer of /v1/messages: blocks of content, and the events that build them."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime, timedelta
 from itertools import chain
+from math import ceil
 from typing import Any, Self
 
 from pydantic_core import from_json
 
+from tandem.cluster.errors.limit_state import LimitState
 from tandem.cluster.frontends.anthropic.body import MessagesBody
 from tandem.cluster.frontends.http.errors import HttpError
 from tandem.cluster.frontends.http.json_blocks import encode
@@ -22,6 +25,7 @@ from tandem.workers.wire.messages import PROMPT_DTYPE
 ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",
@@ -132,6 +136,18 @@ class MessagesErrors(ErrorForm):
     def body(self, error: HttpError) -> dict[str, Any]:
         kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
         return {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+    def headers(self, limits: Sequence[LimitState]) -> dict[str, str]:
+        now = datetime.now(UTC)
+        return {
+            f"anthropic-ratelimit-{one.unit}-{name}": value
+            for one in limits
+            for name, value in (
+                ("limit", str(one.limit)),
+                ("remaining", str(one.remaining)),
+                ("reset", f"{now + timedelta(seconds=ceil(one.reset_seconds)):%Y-%m-%dT%H:%M:%SZ}"),
+            )
+        }
 
     def event(self, error: HttpError) -> str:
         return f"event: error\ndata: {encode(self.body(error))}\n\n"

@@ -45,12 +45,13 @@ class BodyRoute:
         host = host_of(scope)
         held = self.bodies.open(host)
         try:
+            names = tuple(filter(current_origin.get().access.allows, self.names))
             data = await read_body_of(scope, receive, held, self.max_bytes)
             if len(data) > LONG_BODY:
-                reading = self.readers.run(host, read, data, self.names)
+                reading = self.readers.run(host, read, data, names)
                 asked, ignored = await unless_gone(receive, asyncio.ensure_future(reading))
             else:
-                asked, ignored = read(data, self.names)
+                asked, ignored = read(data, names)
             del data
             current_body.set(held)
             reply.headers |= ignored

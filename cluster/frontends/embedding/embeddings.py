@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Discriminator, FailFast, Field, Tag
 from typing_extensions import TypeAliasType
 
-from tandem.cluster.errors import InvalidRequest
+from tandem.cluster.errors import InvalidRequest, UnknownModel
 from tandem.cluster.frontends.embedding.body_route import BodyRoute, own_request_id, usage_of
 from tandem.cluster.frontends.embedding.read_fields import Ignored, ReadFields, read_fields
 from tandem.cluster.frontends.http.errors import HttpError
@@ -131,6 +131,8 @@ def _entries(values: Values, is_base64: bool) -> list[dict[str, Any]]:
 
 def blame(error: InvalidRequest, names: dict[str, str]) -> HttpError:
     """The gateway's refusal in the words of a body. names: of the body's fields, by the gateway's."""
+    if isinstance(error, UnknownModel):
+        return HttpError.of(error)
     text = str(error)
     for own, name in names.items():
         rest = text.removeprefix(own)

@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from urllib.parse import urlsplit
 
@@ -10,9 +11,11 @@ from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import CallError, Unauthenticated
 from tandem.cluster.frontends.http.caller import ClientGone, credentials_of, header
 from tandem.cluster.frontends.http.cors import Cors
-from tandem.cluster.frontends.http.errors import HttpError
+from tandem.cluster.frontends.http.errors import MODEL_NOT_FOUND, HttpError
 from tandem.cluster.frontends.http.monitoring import Monitoring
 from tandem.cluster.frontends.http.reply import ErrorForm, Receive, Reply, Scope, Send
+from tandem.cluster.keys.gate import Gate
+from tandem.cluster.keys.key_cells import Sum
 from tandem.cluster.requests.call_limit import CallLimit
 from tandem.cluster.requests.origin import (
     REQUEST_ID_KEY,
@@ -22,7 +25,6 @@ from tandem.cluster.requests.origin import (
     current_origin,
     own_id,
 )
-from tandem.workers.ports.authentication import BearerToken
 
 Route = Callable[[Scope, Receive, Reply], Awaitable[None]]
 Routes = dict[str, tuple[tuple[str, ...], Route]]
@@ -41,19 +43,22 @@ class HttpApp:
         monitoring: Monitoring,
         *,
         limit: CallLimit,
-        token: str | None,
+        gate: Gate,
         rejected: Callable[[int], None],
         forms: Mapping[str, ErrorForm] = MappingProxyType({}),
         origins: Sequence[str] = (),
+        operators: Collection[str] = (),
     ) -> None:
-        """routes: beside those of monitoring, with their methods. limit: bounds calls, monitors' apart. token: None
-        admits everybody. rejected: hears of each error's status. forms: of errors, for paths whose APIs have one of
-        their own. origins: of web pages that may call, see Cors."""
+        """routes: beside those of monitoring, with their methods. limit: bounds calls, monitors' apart. gate: admits
+        callers. rejected: hears of each error's status. forms: of errors, for paths whose APIs have one of
+        their own. origins: of web pages that may call, see Cors. operators: paths of routes that no key opens, beside
+        those of monitoring."""
         self._forms = forms
         self._routes: Routes = {**monitoring.routes, **routes}
         self._monitoring = monitoring
         self._limit = limit
-        self._token = None if token is None else BearerToken(token)
+        self._gate = gate
+        self._operators = {*operators, *monitoring.routes} - monitoring.open
         self._rejected = rejected
         self._named = [path.removesuffix("{name}") for path in routes if path.endswith(NAMED)]
         self._cors = Cors(origins)
@@ -105,6 +110,8 @@ class HttpApp:
 
     async def _refuse(self, reply: Reply, error: HttpError) -> None:
         self._rejected(error.status)
+        if error.code == MODEL_NOT_FOUND:
+            current_origin.get().access.refused(Sum.REFUSED_MODEL)
         await reply.error(error)
 
     def _route(self, scope: Scope) -> Route:
@@ -126,10 +133,14 @@ class HttpApp:
 
     def _check_caller(self, scope: Scope) -> None:
         """Without a token only this machine is served, and no browser that a foreign name has led here."""
-        if self._token is not None and not self._token.admits(credentials_of(scope)):
+        access = self._gate.access(credentials_of(scope))
+        if access is None:
             raise Unauthenticated("a valid bearer token is needed")
+        current_origin.set(replace(current_origin.get(), access=access))
+        if scope["path"] in self._operators:
+            access.check_route(scope["path"])
         foreign = [host for host in header(scope, "host") if not _is_local(host)]
-        if self._token is None and foreign:
+        if self._gate.is_open and foreign:
             raise HttpError(
                 421, f"host is {foreign[0]!r:.80}; without a token localhost, 127.0.0.1 and [::1] are served"
             )

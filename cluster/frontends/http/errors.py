@@ -1,14 +1,17 @@
 """Errors over HTTP: a status, and a body in the form of OpenAI's API."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from tandem.cluster.errors import CallError, Overloaded, Unauthenticated, UnknownModel
+from tandem.cluster.errors import CallError, Overloaded, RateLimited, Unauthenticated, UnknownModel
+from tandem.cluster.errors.limit_state import LimitState
 from tandem.cluster.errors.statuses import RETRY_AFTER_KEY, http_status, retry_after_ms
 
-TYPES = {401: "authentication_error", 429: "rate_limit_error"}
+TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+MODEL_NOT_FOUND = "model_not_found"
+"""The code of an error about a model that is not served, or not to the caller."""
 
 
 class HttpError(Exception):
@@ -22,28 +25,35 @@ class HttpError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        limits: Sequence[LimitState] = (),
     ) -> None:
+        """limits: of the caller's key, for headers in the words of each API."""
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
+        self.limits = tuple(limits)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return partial(type(self), param=self.param, code=self.code, headers=self.headers), (self.status, str(self))
+        rest = {"param": self.param, "code": self.code, "headers": self.headers, "limits": self.limits}
+        return partial(type(self), **rest), (self.status, str(self))
 
     @classmethod
     def of(cls, error: CallError) -> "HttpError":
         """The answer to a failed call."""
         headers: dict[str, str] = {}
+        code, limits = None, ()
         if isinstance(error, UnknownModel):
-            return cls(http_status(error), str(error), param="model", code="model_not_found")
+            return cls(http_status(error), str(error), param="model", code=MODEL_NOT_FOUND)
         if isinstance(error, Overloaded):
             seconds = error.retry_after_seconds
             headers = {"retry-after": str(math.ceil(seconds)), RETRY_AFTER_KEY: retry_after_ms(error)}
+            if isinstance(error, RateLimited):
+                code, limits = "rate_limit_exceeded", error.states
         elif isinstance(error, Unauthenticated):
             headers = {"www-authenticate": "Bearer"}
-        return cls(http_status(error), str(error), headers=headers)
+        return cls(http_status(error), str(error), code=code, headers=headers, limits=limits)
 
     @property
     def body(self) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """One answer over HTTP, by ASGI's messages."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from tandem.cluster.errors.limit_state import LimitState
 from tandem.cluster.frontends.http.errors import HttpError
 from tandem.cluster.frontends.http.json_blocks import BLOCK_BYTES, encode, json_blocks
 
@@ -25,6 +26,18 @@ class ErrorForm:
     def body(self, error: HttpError) -> dict[str, Any]:
         """The JSON of an error that is the whole answer."""
         return error.body
+
+    def headers(self, limits: Sequence[LimitState]) -> dict[str, str]:
+        """What is left of a key's limits."""
+        return {
+            f"x-ratelimit-{name}-{one.unit}": value
+            for one in limits
+            for name, value in (
+                ("limit", str(one.limit)),
+                ("remaining", str(one.remaining)),
+                ("reset", f"{one.reset_seconds:.3f}s"),
+            )
+        }
 
     def event(self, error: HttpError) -> str:
         """The last event of a stream that fails."""
@@ -91,7 +104,8 @@ class Reply:
         """Sends an error. In a stream that has begun it is the last event."""
         with suppress(TimeoutError):
             if not self._begun:
-                await self.whole(error.status, self._form.body(error), error.headers)
+                headers = {**self._form.headers(error.limits), **error.headers}
+                await self.whole(error.status, self._form.body(error), headers)
             elif not self._ended:
                 self._ended = True
                 async with asyncio.timeout(1):

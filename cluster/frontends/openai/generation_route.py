@@ -51,11 +51,11 @@ class GenerationRoute:
         held = self.bodies.open(host_of(scope))
         try:
             body, requests = await self._body(scope, receive, held)
-            self.names.adapter(body.model)  # raises UnknownModel
+            origin = current_origin.get()
+            self.names.adapter(body.model, origin.access.allows)  # raises UnknownModel
             held.requests = len(requests)
             current_body.set(held)
             reply.headers |= body.headers
-            origin = current_origin.get()
             for index in range(len(requests)):  # no name may hold a request, which may be large
                 own = own_id(origin.given_id or origin.request_id) if index else origin.request_id
                 requests[index].request_id = requests[index].request_id or own
@@ -81,7 +81,7 @@ class GenerationRoute:
     ) -> None:
         """Takes the requests out of their list: they may be large, and the call long."""
         count, turn = len(requests), asyncio.Lock()
-        answer = await self.answer(self.names.answer(body.model), body, requests)
+        answer = await self.answer(self.names.answer(body.model, current_origin.get().access.allows), body, requests)
         choices = Choices(answer, count, body.num_answers)
 
         async def write(prompt: int, message: inference_pb2.GenerateResponse) -> None:

@@ -12,12 +12,14 @@ import numpy as np
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cluster.errors import InvalidRequest, Overloaded, Unavailable
 from tandem.cluster.requests.body_budget import release_current_body
+from tandem.cluster.requests.charges import charged
 from tandem.cluster.requests.embedding.inputs import InputReader
 from tandem.cluster.requests.embedding.reading import PromptReading, ReadAnswer, ReadingJob, Values
 from tandem.cluster.requests.embedding.recipe import EmbeddingRecipe
 from tandem.cluster.requests.embedding.scoring import Pairs, ScorePrompt
 from tandem.cluster.requests.model_limits import ModelLimits
 from tandem.cluster.requests.observer import Observe, RequestObserver
+from tandem.cluster.requests.origin import current_origin
 from tandem.cluster.requests.validation import MAX_REQUEST_ID, RequestValidator, ValidRequest
 from tandem.proto import inference_pb2
 from tandem.workers.sampling.finish import FinishReason
@@ -91,6 +93,7 @@ class Embeddings:
         """Returns the request's id, and float32 [inputs, dimensions]. Raises CallErrors, as PromptReading.run()
         does."""
         with self._watched(request.request_id, caller) as watched:
+            current_origin.get().access.look()
             self._check(request)
             inputs = await self._inputs.read(request, caller.host)
             priority = self._priority(request.priority, request.service_tier)
@@ -107,6 +110,7 @@ class Embeddings:
     async def score(self, pairs: Pairs, caller: Caller, request_id: str = "") -> tuple[str, ReadAnswer]:
         """Returns the request's id, and float32 [pairs]: how good each pair is, between 0 and 1."""
         with self._watched(request_id, caller) as watched:
+            current_origin.get().access.look()
             self._check_model()
             self._inputs.check_count("documents", len(pairs.texts))
             ids = await self._scoring.tokens(pairs, caller.host)
@@ -120,11 +124,15 @@ class Embeddings:
             return watched.request_id, ReadAnswer(scores, answer.usage, answer.timings)
 
     async def _run(self, job: ReadingJob, caller: Caller, watched: "_Watched") -> ReadAnswer:
-        watched.begin(ValidRequest(job.request_id, job.prompts[0], NO_OUTPUT))
         limit = self._request_seconds if caller.seconds is None else min(caller.seconds, self._request_seconds)
         deadline = asyncio.get_running_loop().time() + limit
         if self._ended is not None:
             raise self._ended
+        with charged(current_origin.get().access, sum(map(len, job.prompts))):
+            watched.begin(ValidRequest(job.request_id, job.prompts[0], NO_OUTPUT))
+            return await self._read(job, caller, watched, deadline)
+
+    async def _read(self, job: ReadingJob, caller: Caller, watched: "_Watched", deadline: float) -> ReadAnswer:
         work = asyncio.create_task(self._reading.run(job, caller.client, deadline, watched.observer))
         self._running.add(work)
         try:
@@ -144,9 +152,8 @@ class Embeddings:
         return [PromptSpec(one, salt, priority=priority) for one in ids]
 
     def _priority(self, priority: int, service_tier: str) -> int:
-        first, last = self._limits.priorities
-        if not first <= priority <= last:
-            raise InvalidRequest(f"priority is {priority}; {first} … {last} are accepted (gateway.priorities)")
+        if priority:
+            self._validator.check_priority("priority", priority)
         if service_tier and priority:
             raise InvalidRequest(f"service_tier is {service_tier!r:.80}; it is accepted only without priority")
         return self._validator.priority(service_tier, priority)
@@ -164,6 +171,7 @@ class Embeddings:
             raise InvalidRequest(f"dimensions is {request.dimensions}; 1 … {width} are accepted")
 
     def _check_model(self) -> None:
+        self._validator.adapter("")  # whether the caller may use the model
         if self._limits.max_encoder_tokens:
             raise InvalidRequest(
                 f"the model is a {self._architecture}, which has an encoder; embeddings and scores are of models that "

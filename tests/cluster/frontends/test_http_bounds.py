@@ -20,9 +20,11 @@ from tandem.cluster.frontends.http.monitoring import Monitoring
 from tandem.cluster.frontends.http.reply import Receive, Reply, Scope
 from tandem.cluster.frontends.http.server import HttpServer
 from tandem.cluster.frontends.http.strict_http import StrictHttp
+from tandem.cluster.keys.gate import Gate
 from tandem.cluster.requests.body_budget import BodyBudget
 from tandem.cluster.requests.call_limit import CallLimit
 from tandem.workers.event_loop import EventLoopThread
+from tandem.workers.ports.authentication import BearerToken
 from tandem.workers.ports.listener import ACCEPTED
 
 TOKEN = "0123456789abcdef"
@@ -144,7 +146,8 @@ def opened() -> Iterator[Open]:
 
     routes: Routes = {"/echo": (("POST",), echo)}
     monitoring = Monitoring(lambda: "", None, public=False)
-    app = HttpApp(routes, monitoring, limit=CallLimit(64), token=TOKEN, rejected=lambda status: None)
+    gate = Gate(BearerToken(TOKEN).admits, None)
+    app = HttpApp(routes, monitoring, limit=CallLimit(64), gate=gate, rejected=lambda status: None)
     server = HttpServer(app, "127.0.0.1", 0, ServerSecurity(), shared=False)
     try:
         port = int(loop.run(server.start(), PATIENCE).rpartition(":")[2])

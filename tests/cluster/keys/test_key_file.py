@@ -130,7 +130,7 @@ PIECES = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.one_of(st.binary(max_size=60), st.lists(PIECES, max_size=12).map(lambda parts: "".join(parts).encode())))
 def test_any_bytes_give_keys_or_a_clear_error(content: bytes) -> None:
     check_read(content)
@@ -147,12 +147,16 @@ def check_read(content: bytes) -> None:
 
 
 LEAVES = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.just(HASH))
-VALUES = st.recursive(LEAVES, lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(LEAVES, inner)))
+VALUES = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(LEAVES, inner, max_size=3)),
+    max_leaves=6,
+)
 FIELDS = ["name", "sha256", "requests_per_minute", "tokens_per_minute", "priority", "models", "other", "lowest"]
-ENTRIES = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=6)
+ENTRIES = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=4)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(ENTRIES, max_size=3))
 def test_any_values_give_keys_or_a_clear_error(entries: list[dict[str, Any]]) -> None:
     check_read(yaml.safe_dump({"keys": entries}).encode())

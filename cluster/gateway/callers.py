@@ -1,0 +1,31 @@
+"""Who may call a gateway process: the operator's token, and the keys of the file."""
+
+from collections.abc import Coroutine
+from typing import Any
+
+from tandem.cluster.gateway.settings import GatewaySettings
+from tandem.cluster.keys.book import KeyBook
+from tandem.cluster.keys.gate import Gate
+from tandem.cluster.metrics.request_metrics import RequestMetrics
+from tandem.cluster.peers.table import GatewayTable
+from tandem.workers.ports.authentication import BearerToken
+
+
+class Callers:
+    """Owned by the gateway's event loop."""
+
+    def __init__(self, settings: GatewaySettings, table: GatewayTable, metrics: RequestMetrics) -> None:
+        path, token = settings.config.security.keys_file, settings.security.token()
+        self.book = None
+        if path is not None:
+            self.book = KeyBook(path, table, metrics.keys_file_failed, tells=settings.process == 0)
+        self.gate = Gate(None if token is None else BearerToken(token).admits, self.book)
+
+    async def start(self) -> None:
+        """Reads the file. One that cannot be used is told in the log: `tandem up` has read it before."""
+        if self.book is not None:
+            await self.book.look()
+
+    def tasks(self) -> list[Coroutine[Any, Any, None]]:
+        """What runs beside the calls."""
+        return [] if self.book is None else [self.book.run()]

@@ -1,0 +1,111 @@
+"""Who calls, and what they may do: everything, or what a key allows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tandem.cluster.errors import Forbidden, InvalidRequest
+from tandem.cluster.keys.key import Key
+from tandem.cluster.keys.key_cells import Sum
+from tandem.cluster.keys.meter import Charge, Meter
+
+OPEN_TOKENS = 512  # counted at first for each answer of a request that does not say how long it may be
+
+
+class Access:
+    """An operator's, or anybody's where no token is asked for: no limits."""
+
+    name = ""
+    """of the key; empty without one"""
+
+    def check_route(self, what: str) -> None:
+        """Forbidden where only operators may call it. what: the route, as an error names it."""
+
+    def scoped(self, request_id: str) -> str:
+        """By which the gateway knows a request of the caller: callers of unlike keys meet in no id."""
+        return request_id
+
+    def allows(self, model: str) -> bool:
+        """Whether requests may name this model or adapter."""
+        return True
+
+    def priorities(self, first: int, last: int) -> tuple[int, int]:
+        """The first and last priority of a request. first, last: those of gateway.priorities."""
+        return first, last
+
+    def look(self) -> None:
+        """RateLimited where no request can pass now. Costs less than to read one."""
+
+    def admit(self, prompt: int, output: int, *, is_open: bool = False) -> Charge | None:
+        """Counts a request: tokens of its prompt, and at most of its output. None where nothing counts.
+
+        is_open: its client names no length. Then OPEN_TOKENS count at first, or the output if that is less.
+        RateLimited where it goes over a limit, InvalidRequest where it always would.
+        """
+        return None
+
+    def refused(self, why: Sum) -> None:
+        """Counts a refusal."""
+
+
+OPERATOR = Access()
+
+
+@dataclass(frozen=True)
+class KeyAccess(Access):
+    """What the holder of a key may do, as the keys file said when the call came."""
+
+    key: Key
+    meter: Meter
+
+    @property
+    def name(self) -> str:  # type: ignore[override]  # an attribute of the class there
+        return self.key.name
+
+    def check_route(self, what: str) -> None:
+        self.refused(Sum.REFUSED_ROUTE)
+        raise Forbidden(f"{what} is for operators; the key {self.key.name!r} may use the routes of inference only")
+
+    def scoped(self, request_id: str) -> str:
+        return f"{self.key.name}/{request_id}"
+
+    def allows(self, model: str) -> bool:
+        return self.key.may_use(model)
+
+    def priorities(self, first: int, last: int) -> tuple[int, int]:
+        bounds = self.key.priority
+        if bounds is None:
+            return first, last
+        return _within(bounds.lowest, first, last), _within(bounds.highest, first, last)
+
+    def look(self) -> None:
+        self.meter.look(self.key)
+
+    def admit(self, prompt: int, output: int, *, is_open: bool = False) -> Charge | None:
+        limit = self.key.tokens_per_minute
+        if is_open:
+            output = min(output, OPEN_TOKENS)
+            if limit is not None and prompt < limit:
+                output = min(output, limit - prompt)
+        if limit is not None and prompt + output > limit:
+            self.refused(Sum.REFUSED_SIZE)
+            raise InvalidRequest(_too_large(self.key, prompt, output))
+        return self.meter.count(self.key, prompt + output)
+
+    def refused(self, why: Sum) -> None:
+        self.meter.sum(why)
+
+
+def _too_large(key: Key, prompt: int, output: int) -> str:
+    accepted = f"the key {key.name!r} has {key.tokens_per_minute} tokens a minute, and no request may need more"
+    if prompt >= (key.tokens_per_minute or 0):
+        return f"the prompt has {prompt} tokens; {accepted}"
+    return f"sampling.max_tokens asks for {output} tokens, over all answers, after {prompt} of the prompt; {accepted}"
+
+
+def _within(number: int, first: int, last: int) -> int:
+    return max(first, min(number, last))
+
+
+def shown_models(names: Sequence[str], access: Access) -> tuple[str, ...]:
+    """Those of the names that the caller may use."""
+    return tuple(name for name in names if access.allows(name))

@@ -1,0 +1,127 @@
+"""The keys of one gateway process, as the file has them now."""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from tandem.cache.plan.arrays import Int64Array
+from tandem.cluster.errors import ConfigError, Unavailable
+from tandem.cluster.keys.access import Access, KeyAccess
+from tandem.cluster.keys.key import Key, digest_of
+from tandem.cluster.keys.key_cells import KeyCells
+from tandem.cluster.keys.key_file import read_keys
+from tandem.cluster.keys.meter import Meter
+from tandem.cluster.peers.table import GatewayTable
+
+LOOK_SECONDS = 0.5  # between two looks at the file
+TIDY_SECONDS = 3600.0
+MAX_KEY = 512  # characters of what a caller shows
+BEARER = "bearer "
+
+log = logging.getLogger(__name__)
+
+
+class _Seen(NamedTuple):
+    """A file as it was when it was last read."""
+
+    inode: int
+    modified: int
+    changed: int
+    size: int
+
+
+class KeyBook:
+    """Knows callers by their keys. Owned by the gateway's event loop; look() and run() read the file in a thread.
+
+    A file that cannot be used is told once, and the keys that were read before stay. A removed key's running requests
+    go on.
+    """
+
+    def __init__(self, path: str, table: GatewayTable, failed: Callable[[], None], *, tells: bool = True) -> None:
+        """failed: called for each change of the file that cannot be used. tells: whether this process logs them; one of
+        a host is enough."""
+        self._path = path
+        self._cells = KeyCells(table)
+        self._failed = failed
+        self._tells = tells
+        self._keys: dict[bytes, KeyAccess] | None = None  # by their digests; None: no file was read yet
+        self._seen: _Seen | str | None = ""
+        self._tidied = 0.0
+
+    @property
+    def names(self) -> Sequence[str]:
+        return [access.name for access in (self._keys or {}).values()]
+
+    def find(self, credentials: Sequence[object]) -> Access | None:
+        """Whose key a call shows. credentials: the values of the header `authorization`. Unavailable while no file was
+        read.
+
+        A digest is looked up, not a key compared: how long that takes says nothing of a key.
+        """
+        shown = str(credentials[0]) if len(credentials) == 1 else ""
+        if shown[: len(BEARER)].lower() != BEARER or len(shown) > MAX_KEY:
+            return None
+        if self._keys is None:
+            raise Unavailable("this gateway process has not been able to read the keys file; try again, or elsewhere")
+        return self._keys.get(digest_of(shown[len(BEARER) :]))
+
+    def sums(self) -> dict[str, Int64Array]:
+        """What this host's processes have counted of each key, by its name: int64 [len(Sum)]."""
+        return {access.name: self._cells.sums(access.key.id) for access in (self._keys or {}).values()}
+
+    async def run(self) -> None:
+        """Reads the file again when it changes, until it is cancelled."""
+        while True:
+            await self.look()
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def look(self) -> None:
+        """Reads the file if it has changed since the last look. Does not raise."""
+        now = time.monotonic()
+        if now - self._tidied >= TIDY_SECONDS:
+            self._tidied = now
+            self._cells.tidy(int(now))
+        try:
+            seen, keys = await asyncio.to_thread(self._read)
+        except ConfigError as error:
+            self._fail(error)
+            return
+        self._seen = seen
+        if keys is not None:
+            self._take(keys)
+
+    def _read(self) -> tuple["_Seen | None", tuple[Key, ...] | None]:
+        """The file as it is, and its keys where it has changed. ConfigError, once for each state of the file."""
+        seen = _look(self._path)
+        if seen == self._seen:
+            return seen, None
+        self._seen = seen  # also where it is bad: it is read again when it changes
+        return seen, read_keys(self._path)
+
+    def _take(self, keys: Sequence[Key]) -> None:
+        slots = self._cells.open({key.id for key in keys}, int(time.monotonic()))
+        before = {access.name: access.meter for access in (self._keys or {}).values()}
+        meters = {
+            key.name: before.get(key.name) or Meter(self._cells, slots[key.id]) for key in keys if key.id in slots
+        }
+        self._keys = {key.sha256: KeyAccess(key, meters[key.name]) for key in keys if key.name in meters}
+        if self._tells:
+            log.info("%d keys are read from %s", len(keys), self._path)
+
+    def _fail(self, error: ConfigError) -> None:
+        self._failed()
+        if self._tells:
+            kept = "no key is known" if self._keys is None else f"the {len(self._keys)} keys from before stay"
+            log.error("%s; %s", error, kept)
+
+
+def _look(path: str) -> _Seen | None:
+    """None where there is none."""
+    try:
+        status = os.stat(os.path.expanduser(path))
+    except OSError:
+        return None
+    return _Seen(status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size)

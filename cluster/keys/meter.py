@@ -1,0 +1,158 @@
+"""Counts one key's requests and tokens, and refuses what goes over its limits."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+
+from tandem.cache.plan.arrays import Int64Array
+from tandem.cluster.errors import RateLimited
+from tandem.cluster.errors.limit_state import LimitState
+from tandem.cluster.keys.key import Key
+from tandem.cluster.keys.key_cells import WINDOW, KeyCells, Slot, Sum, Unit
+
+UNITS: dict[Unit, tuple[str, Sum]] = {
+    Unit.REQUESTS: ("requests", Sum.REFUSED_REQUESTS),
+    Unit.TOKENS: ("tokens", Sum.REFUSED_TOKENS),
+}
+
+
+class Meter:
+    """Of one key in one gateway process. Owned by its event loop.
+
+    A request counts before this looks at what all have counted, and is taken back where that is too much. So of two
+    processes that admit at a time one sees the other, and together they never admit too much. Another host's counts
+    are a part of a second old.
+    """
+
+    def __init__(self, cells: KeyCells, slot: Slot, clock: Callable[[], float] = time.monotonic) -> None:
+        self._cells = cells
+        self._slot = slot
+        self._clock = clock
+
+    def look(self, key: Key) -> None:
+        """RateLimited where the key has nothing left of a limit, so that no request can pass."""
+        self._check(key, (1, 1), own=False)
+
+    def count(self, key: Key, tokens: int) -> "Charge":
+        """Counts a request of so many tokens. RateLimited where that goes over a limit; then nothing is counted."""
+        self._check(key, (1, tokens), own=False)
+        charge = Charge(self, int(self._clock()), tokens)
+        try:
+            self._check(key, (1, tokens), own=True)
+        except RateLimited:
+            charge.cancel()
+            raise
+        self.sum(Sum.REQUESTS)
+        return charge
+
+    def sum(self, one: Sum, amount: int = 1) -> None:
+        """Sums for metrics."""
+        self._cells.sum(self._slot, one, amount)
+
+    def add(self, unit: Unit, amount: int, second: int | None = None) -> None:
+        """Counts without a look at limits. second: None: this one."""
+        self._cells.add(self._slot, unit, amount, int(self._clock()) if second is None else second)
+
+    def take_back(self, unit: Unit, amount: int, second: int) -> None:
+        self._cells.take_back(self._slot, unit, amount, second)
+
+    def states(self, key: Key) -> tuple[LimitState, ...]:
+        """How much is left of each limit that the key has."""
+        now = self._clock()
+        return _states(_limits(key), self._cells.window(self._slot.id, int(now)), now)
+
+    def _check(self, key: Key, asked: tuple[int, int], *, own: bool) -> None:
+        """asked: requests and tokens. own: they are counted already."""
+        limits = _limits(key)
+        if limits == (None, None):
+            return
+        now = self._clock()
+        window = self._cells.window(self._slot.id, int(now))
+        used = window.sum(1).tolist()
+        before = [count - amount if own else count for count, amount in zip(used, asked, strict=True)]
+        over = [
+            unit
+            for unit, limit in zip(Unit, limits, strict=True)
+            if limit is not None and before[unit] + asked[unit] > limit
+        ]
+        if not over:
+            return
+        if own:
+            window[:, 0] -= asked
+        for unit in over:
+            self.sum(UNITS[unit][1])
+        waits = [_wait(window[unit], before[unit] + asked[unit] - (limits[unit] or 0), now) for unit in over]
+        raise _refusal(key, over[waits.index(max(waits))], before, asked, max(waits), _states(limits, window, now))
+
+
+class Charge:
+    """What one request has counted. Settled once, at its end."""
+
+    def __init__(self, meter: Meter, second: int, tokens: int) -> None:
+        self._meter = meter
+        self._second = second
+        self._tokens = tokens
+        self._open = True
+        meter.add(Unit.REQUESTS, 1, second)
+        meter.add(Unit.TOKENS, tokens, second)
+
+    def grow(self, tokens: int) -> None:
+        """The request has come to so many tokens. What is more than it has counted so far counts now."""
+        if self._open and tokens > self._tokens:
+            self._meter.add(Unit.TOKENS, tokens - self._tokens)
+            self._tokens = tokens
+
+    def settle(self, prompt_tokens: int, output_tokens: int) -> None:
+        """The request has ended with these. What it has counted beyond that is given back to the second in which it
+        began, and counts there no more. Idempotent."""
+        if not self._open:
+            return
+        self.grow(prompt_tokens + output_tokens)
+        self._open = False
+        self._meter.take_back(Unit.TOKENS, self._tokens - prompt_tokens - output_tokens, self._second)
+        self._meter.sum(Sum.PROMPT_TOKENS, prompt_tokens)
+        self._meter.sum(Sum.OUTPUT_TOKENS, output_tokens)
+
+    def cancel(self) -> None:
+        """The request has not begun: neither it nor its tokens count. Idempotent."""
+        if self._open:
+            self._open = False
+            self._meter.take_back(Unit.TOKENS, self._tokens, self._second)
+            self._meter.take_back(Unit.REQUESTS, 1, self._second)
+
+
+def _limits(key: Key) -> tuple[int | None, int | None]:
+    return key.requests_per_minute, key.tokens_per_minute
+
+
+def _wait(counts: Int64Array, too_many: int, now: float) -> float:
+    """Seconds, at least 1, until `too_many` of a unit have left the window. counts: [WINDOW]."""
+    freed = counts[::-1].cumsum()
+    oldest = int((freed < too_many).argmin())  # how many of the oldest seconds are not enough
+    age = WINDOW - 1 - oldest
+    return max(1.0, int(now) - age + WINDOW - now)
+
+
+def _states(limits: Sequence[int | None], window: Int64Array, now: float) -> tuple[LimitState, ...]:
+    states: list[LimitState] = []
+    for unit, limit in zip(Unit, limits, strict=True):
+        if limit is not None:
+            counted = window[unit].nonzero()[0]
+            reset = int(now) - int(counted[0]) + WINDOW - now if len(counted) else 0.0
+            name = "requests" if unit == Unit.REQUESTS else "tokens"
+            states.append(LimitState(name, limit, max(0, limit - int(window[unit].sum())), reset))
+    return tuple(states)
+
+
+def _refusal(
+    key: Key,
+    unit: Unit,
+    used: Sequence[int],
+    asked: Sequence[int],
+    seconds: float,
+    states: tuple[LimitState, ...],
+) -> RateLimited:
+    name, limit = UNITS[unit][0], _limits(key)[unit]
+    needs = f", and this request needs {asked[unit]}" if unit == Unit.TOKENS else ""
+    said = f"the key {key.name!r} has used {used[unit]} of its {limit} {name} a minute{needs}"
+    return RateLimited(f"{said}; try again in {math.ceil(seconds)} s", float(math.ceil(seconds)), states)

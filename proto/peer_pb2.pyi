@@ -73,3 +73,17 @@ class GetPlacedResponse(_message.Message):
     cells: _containers.RepeatedScalarFieldContainer[int]
     tokens: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, cells: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class GetKeyCountsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetKeyCountsResponse(_message.Message):
+    __slots__ = ("ids", "cells", "counts")
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    CELLS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    cells: bytes
+    counts: bytes
+    def __init__(self, ids: _Optional[_Iterable[int]] = ..., cells: _Optional[bytes] = ..., counts: _Optional[bytes] = ...) -> None: ...

@@ -55,6 +55,11 @@ class PeerStub(object):
                 request_serializer=tandem_dot_proto_dot_peer__pb2.GetPlacedRequest.SerializeToString,
                 response_deserializer=tandem_dot_proto_dot_peer__pb2.GetPlacedResponse.FromString,
                 _registered_method=True)
+        self.GetKeyCounts = channel.unary_unary(
+                '/tandem.v1.Peer/GetKeyCounts',
+                request_serializer=tandem_dot_proto_dot_peer__pb2.GetKeyCountsRequest.SerializeToString,
+                response_deserializer=tandem_dot_proto_dot_peer__pb2.GetKeyCountsResponse.FromString,
+                _registered_method=True)
         self.GetGateways = channel.unary_unary(
                 '/tandem.v1.Peer/GetGateways',
                 request_serializer=tandem_dot_proto_dot_peer__pb2.GetGatewaysRequest.SerializeToString,
@@ -95,6 +100,13 @@ class PeerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetKeyCounts(self, request, context):
+        """Returns what callers' keys have used on this host. Another host asks again and again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetGateways(self, request, context):
         """Returns the gateway processes of this host.
         """
@@ -124,6 +136,11 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.GetPlaced,
                     request_deserializer=tandem_dot_proto_dot_peer__pb2.GetPlacedRequest.FromString,
                     response_serializer=tandem_dot_proto_dot_peer__pb2.GetPlacedResponse.SerializeToString,
+            ),
+            'GetKeyCounts': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetKeyCounts,
+                    request_deserializer=tandem_dot_proto_dot_peer__pb2.GetKeyCountsRequest.FromString,
+                    response_serializer=tandem_dot_proto_dot_peer__pb2.GetKeyCountsResponse.SerializeToString,
             ),
             'GetGateways': grpc.unary_unary_rpc_method_handler(
                     servicer.GetGateways,
@@ -239,6 +256,33 @@ class Peer(object):
             '/tandem.v1.Peer/GetPlaced',
             tandem_dot_proto_dot_peer__pb2.GetPlacedRequest.SerializeToString,
             tandem_dot_proto_dot_peer__pb2.GetPlacedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetKeyCounts(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Peer/GetKeyCounts',
+            tandem_dot_proto_dot_peer__pb2.GetKeyCountsRequest.SerializeToString,
+            tandem_dot_proto_dot_peer__pb2.GetKeyCountsResponse.FromString,
             options,
             channel_credentials,
             insecure,

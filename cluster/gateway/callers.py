@@ -5,8 +5,10 @@ from typing import Any
 
 from tandem.cluster.gateway.settings import GatewaySettings
 from tandem.cluster.keys.book import KeyBook
+from tandem.cluster.keys.far_counts import FarCounts
 from tandem.cluster.keys.gate import Gate
 from tandem.cluster.metrics.request_metrics import RequestMetrics
+from tandem.cluster.peers.links import PeerLinks
 from tandem.cluster.peers.table import GatewayTable
 from tandem.workers.ports.authentication import BearerToken
 
@@ -14,11 +16,14 @@ from tandem.workers.ports.authentication import BearerToken
 class Callers:
     """Owned by the gateway's event loop."""
 
-    def __init__(self, settings: GatewaySettings, table: GatewayTable, metrics: RequestMetrics) -> None:
+    def __init__(
+        self, settings: GatewaySettings, table: GatewayTable, metrics: RequestMetrics, links: PeerLinks
+    ) -> None:
         path, token = settings.config.security.keys_file, settings.security.token()
         self.book = None
         if path is not None:
             self.book = KeyBook(path, table, metrics.keys_file_failed, tells=settings.process == 0)
+        self._far = [] if self.book is None or settings.peers is None else [FarCounts(table, links, self.book.all)]
         self.gate = Gate(None if token is None else BearerToken(token).admits, self.book)
 
     async def start(self) -> None:
@@ -28,4 +33,4 @@ class Callers:
 
     def tasks(self) -> list[Coroutine[Any, Any, None]]:
         """What runs beside the calls."""
-        return [] if self.book is None else [self.book.run()]
+        return [] if self.book is None else [self.book.run(), *(one.run() for one in self._far)]

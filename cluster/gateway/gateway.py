@@ -164,7 +164,7 @@ class Gateway:
         """The requests by id, and what observes their ends."""
         section, security = self._settings.config.gateway, self._settings.security
         self._metrics = RequestMetrics(self._table)
-        self._callers = Callers(self._settings, self._table, self._metrics)
+        self._callers = Callers(self._settings, self._table, self._metrics, self._links)
         self._tracer, self._end_export = open_tracer(self._settings.config)
         observe = all_of(observers_of(self._settings.config, self._names.model[0], self._metrics, self._tracer))
         self._validator = RequestValidator(
@@ -245,7 +245,8 @@ class Gateway:
         settings, requests, abroad = self._settings, self._requests, None
         if settings.peers is not None:
             gateways, placed = self._account.gateways_here, lambda: self._table.placed
-            abroad = Abroad(settings.node, settings.peers, requests.give_host, gateways, placed)
+            keys = None if self._callers.book is None else self._callers.book.counts
+            abroad = Abroad(settings.node, settings.peers, requests.give_host, gateways, placed, keys)
         elif settings.processes == 1:
             return None
         peers = PeerServer(settings.peer_token, requests.give, self._queue.give_way, self._tracer.find, abroad)

@@ -7,8 +7,10 @@ from tandem.cluster.errors import Forbidden, InvalidRequest
 from tandem.cluster.keys.key import Key
 from tandem.cluster.keys.key_cells import Sum
 from tandem.cluster.keys.meter import Charge, Meter
+from tandem.cluster.peers.claims import SCOPE
 
-OPEN_TOKENS = 512  # counted at first for each answer of a request that does not say how long it may be
+OPEN_TOKENS = 1024  # of a request that does not say how long it may be, or
+OPEN_PART = 4  # this part of what its key has left in the minute, if that is more; but at most of the whole limit
 
 
 class Access:
@@ -35,10 +37,14 @@ class Access:
     def look(self) -> None:
         """RateLimited where no request can pass now. Costs less than to read one."""
 
-    def admit(self, prompt: int, output: int, *, is_open: bool = False) -> Charge | None:
+    def most_open(self, prompt: int, output: int) -> int:
+        """As many tokens of output as a request may have that does not say how long it may be. output: what it may have
+        without a key."""
+        return output
+
+    def admit(self, prompt: int, output: int) -> Charge | None:
         """Counts a request: tokens of its prompt, and at most of its output. None where nothing counts.
 
-        is_open: its client names no length. Then OPEN_TOKENS count at first, or the output if that is less.
         RateLimited where it goes over a limit, InvalidRequest where it always would.
         """
         return None
@@ -66,7 +72,7 @@ class KeyAccess(Access):
         raise Forbidden(f"{what} is for operators; the key {self.key.name!r} may use the routes of inference only")
 
     def scoped(self, request_id: str) -> str:
-        return f"{self.key.name}/{request_id}"
+        return f"{request_id}{SCOPE}{self.key.name}"
 
     def allows(self, model: str) -> bool:
         return self.key.may_use(model)
@@ -80,12 +86,16 @@ class KeyAccess(Access):
     def look(self) -> None:
         self.meter.look(self.key)
 
-    def admit(self, prompt: int, output: int, *, is_open: bool = False) -> Charge | None:
+    def most_open(self, prompt: int, output: int) -> int:
         limit = self.key.tokens_per_minute
-        if is_open:
-            output = min(output, OPEN_TOKENS)
-            if limit is not None and prompt < limit:
-                output = min(output, limit - prompt)
+        if limit is None:
+            return output
+        left = limit - self.meter.used_tokens()
+        most = max(min(OPEN_TOKENS, limit // OPEN_PART), left // OPEN_PART)
+        return max(1, min(output, most, limit - prompt))
+
+    def admit(self, prompt: int, output: int) -> Charge | None:
+        limit = self.key.tokens_per_minute
         if limit is not None and prompt + output > limit:
             self.refused(Sum.REFUSED_SIZE)
             raise InvalidRequest(_too_large(self.key, prompt, output))

@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cluster.errors import ConfigError, Unavailable
 from tandem.cluster.keys.access import Access, KeyAccess
@@ -14,6 +16,7 @@ from tandem.cluster.keys.key import Key, digest_of
 from tandem.cluster.keys.key_cells import KeyCells
 from tandem.cluster.keys.key_file import read_keys
 from tandem.cluster.keys.meter import Meter
+from tandem.cluster.peers.key_counts import KeyCounts
 from tandem.cluster.peers.table import GatewayTable
 
 LOOK_SECONDS = 0.5  # between two looks at the file
@@ -51,9 +54,13 @@ class KeyBook:
         self._seen: _Seen | str | None = ""
         self._tidied = 0.0
 
-    @property
-    def names(self) -> Sequence[str]:
-        return [access.name for access in (self._keys or {}).values()]
+    def all(self) -> Sequence[Key]:
+        """The keys of the file."""
+        return [access.key for access in (self._keys or {}).values()]
+
+    def counts(self) -> KeyCounts:
+        """What keys have used on this host."""
+        return self._cells.here(int(time.monotonic()))
 
     def find(self, credentials: Sequence[object]) -> Access | None:
         """Whose key a call shows. credentials: the values of the header `authorization`. Unavailable while no file was
@@ -70,7 +77,9 @@ class KeyBook:
 
     def sums(self) -> dict[str, Int64Array]:
         """What this host's processes have counted of each key, by its name: int64 [len(Sum)]."""
-        return {access.name: self._cells.sums(access.key.id) for access in (self._keys or {}).values()}
+        keys = sorted(self.all(), key=lambda key: key.id)
+        sums = self._cells.all_sums(np.array([key.id for key in keys], np.int64))
+        return dict(zip((key.name for key in keys), sums, strict=True))
 
     async def run(self) -> None:
         """Reads the file again when it changes, until it is cancelled."""

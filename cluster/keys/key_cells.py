@@ -1,18 +1,19 @@
 """What keys have used, in the gateway's table: each process writes a row of its own, and reads all of them.
 
-    row     ids, 1 a slot         slot 0: requests of 64 seconds, tokens of 64 seconds, sums        slot 1 …
+    row     changes   ids, 1 a slot      slot 0: requests of 64 seconds, tokens of 64 seconds, sums     slot 1 …
 
 The second that a cell counts stands in the cell, so that nobody has to empty the cells of a process that is gone.
 Seconds are monotonic, which all processes of a host share: a step of the clock changes nothing.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from enum import IntEnum, auto
 from typing import NamedTuple
 
 import numpy as np
 
 from tandem.cache.plan.arrays import Int64Array
+from tandem.cluster.peers.key_counts import KeyCounts
 from tandem.cluster.peers.table import KEY_SLOTS, KEY_WIDTH, GatewayTable
 
 RING = 64  # seconds that a slot has cells for
@@ -21,6 +22,7 @@ AHEAD = RING - WINDOW  # seconds: another process may have seen the next one beg
 COUNT_BITS = 40
 MOST = (1 << COUNT_BITS) - 1  # in a cell
 STAMPS = (1 << 23) - 1  # seconds, a season: a cell that old would count again, see tidy()
+HEAD = 8  # cells of a row before its ids; the first one counts changes of the ids
 POSITIONS = np.arange(RING, dtype=np.int64)
 
 
@@ -35,6 +37,7 @@ class Sum(IntEnum):
     """What is summed for metrics."""
 
     REQUESTS = 0
+    TOKENS = auto()  # that were counted at first
     PROMPT_TOKENS = auto()
     OUTPUT_TOKENS = auto()
     REFUSED_REQUESTS = auto()
@@ -45,7 +48,22 @@ class Sum(IntEnum):
     REFUSED_ROUTE = auto()
 
 
+class Pace(IntEnum):
+    """What other hosts' row has in place of sums: how much this host may spend until it has heard of them again."""
+
+    SECOND = 0  # in which it last heard of them
+    MOST_REQUESTS = auto()
+    MOST_TOKENS = auto()
+    REQUESTS = auto()  # this host's sums then
+    TOKENS = auto()
+
+
 assert 2 * RING + len(Sum) <= KEY_WIDTH
+FRESH_SECONDS = 2  # for which a pace holds: hosts that hear nothing of each other count apart
+
+
+Places = tuple[Int64Array, Int64Array]
+"""Rows, and a slot in each."""
 
 
 class Slot(NamedTuple):
@@ -62,30 +80,35 @@ class KeyCells:
         """row: that is written; None: the process's own, -1: that of other hosts."""
         rows = table.keys
         self._fence = table.fence
-        self._ids = rows[:, :KEY_SLOTS]
-        slots = rows[:, KEY_SLOTS:].reshape(len(rows), KEY_SLOTS, KEY_WIDTH)
+        self._changes, self._ids = rows[:, 0], rows[:, HEAD : HEAD + KEY_SLOTS]
+        slots = rows[:, HEAD + KEY_SLOTS :].reshape(len(rows), KEY_SLOTS, KEY_WIDTH)
         self._rings = slots[:, :, : 2 * RING].reshape(len(rows), KEY_SLOTS, 2, RING)
         self._sums = slots[:, :, 2 * RING : 2 * RING + len(Sum)]
         self._row = table.process if row is None else row
         self._own_ids, self._own_rings = self._ids[self._row], self._rings[self._row]
         self._own_sums = self._sums[self._row]
+        self._found: dict[int, Places] = {}  # by ids, as long as no row changes
+        self._found_at = -1
+        self._second, self._expected = 0, _expected(0)
         assert np.shares_memory(self._rings, rows), "a copy would be seen by nobody"
 
     def open(self, ids: Collection[int], second: int) -> dict[int, Slot]:
         """A slot for each id: the one that it has, a free one, or that of another id which has not counted for a
         minute. Ids that find none are left out: the row has more than twice as many slots as a file has keys."""
-        known = {int(self._own_ids[number]): int(number) for number in np.flatnonzero(self._own_ids)}
+        taken = np.flatnonzero(self._own_ids)
+        known = dict(zip(self._own_ids[taken].tolist(), taken.tolist(), strict=True))
         missing = [one for one in ids if one not in known]
         if missing:
-            stale = [number for one, number in known.items() if one not in ids and not self._counts(number, second)]
+            counting = _live(self._own_rings[taken], second).any((1, 2))
+            silent = self._own_ids[taken[~counting]].tolist()
+            stale = [known[one] for one in silent if one not in ids]
             free = [*stale, *np.flatnonzero(self._own_ids == 0).tolist()]
             for one in missing[: len(free)]:
                 known[one] = free.pop()
                 self._clear(known[one], one)
+            self._changes[self._row] += 1
+            self._fence()
         return {one: Slot(known[one], one) for one in ids if one in known}
-
-    def _counts(self, number: int, second: int) -> bool:
-        return bool(_live(self._own_rings[number], second).any())
 
     def _clear(self, number: int, key_id: int) -> None:
         self._own_ids[number] = 0
@@ -95,12 +118,31 @@ class KeyCells:
 
     def tidy(self, second: int) -> None:
         """Empties cells that count no more. For now and then, before a cell's second comes around again."""
-        for number in np.flatnonzero(self._own_ids):
-            self._own_rings[number][_live(self._own_rings[number], second) == 0] = 0
+        taken = np.flatnonzero(self._own_ids)
+        rings = self._own_rings[taken]
+        self._own_rings[taken] = np.where(_live(rings, second) > 0, rings, 0)
 
     def window(self, key_id: int, second: int) -> Int64Array:
         """int64 [2, WINDOW]: what all processes and hosts have counted of each Unit, the current second first."""
-        return _by_age(self._rings[np.nonzero(self._ids == key_id)], second)
+        return _by_age(_live(self._rings[self._places(key_id)], second).sum(0), second)
+
+    def used(self, key_id: int, second: int) -> list[int]:
+        """The sums of window(), at less cost."""
+        if second != self._second:
+            self._second, self._expected = second, _expected(second)
+        counts = self._rings[self._places(key_id)] - self._expected
+        counts[counts.view(np.uint64) > MOST] = 0
+        return counts.sum((0, 2)).tolist()
+
+    def _places(self, key_id: int) -> "Places":
+        """Rows and slots of a key."""
+        changes = int(self._changes.sum())
+        if changes != self._found_at:
+            self._found, self._found_at = {}, changes
+        if key_id not in self._found:
+            rows, numbers = np.nonzero(self._ids == key_id)
+            self._found[key_id] = rows, numbers
+        return self._found[key_id]
 
     def add(self, slot: Slot, unit: Unit, amount: int, second: int) -> None:
         """Counts `amount` in a second, unless the slot is another key's by now. Others see it before this returns."""
@@ -125,23 +167,71 @@ class KeyCells:
 
     def sums(self, key_id: int) -> Int64Array:
         """int64 [len(Sum)]: over this host's processes."""
-        rows, numbers = np.nonzero(self._ids[:-1] == key_id)
-        return self._sums[rows, numbers].sum(0)
+        rows, numbers = self._places(key_id)
+        here = rows < len(self._ids) - 1
+        return self._sums[rows[here], numbers[here]].sum(0)
 
-    def here(self, second: int) -> tuple[Int64Array, Int64Array]:
-        """What this host's processes have counted: ids, [keys], and counts, [keys, 2, WINDOW] as window()."""
-        ids = np.unique(self._ids[:-1])
-        ids = ids[ids != 0]
-        counted = [_by_age(self._rings[np.nonzero(self._ids[:-1] == one)], second) for one in ids]
-        return ids, np.array(counted, np.int64).reshape(len(ids), len(Unit), WINDOW)
+    def all_sums(self, ids: Int64Array) -> Int64Array:
+        """int64 [ids, len(Sum)]: as sums() of each id. ids: ascending."""
+        totals = np.zeros((len(ids), len(Sum)), np.int64)
+        for row in range(len(self._ids) - 1):
+            _, ours, theirs = np.intersect1d(ids, self._ids[row], assume_unique=False, return_indices=True)
+            totals[ours] += self._sums[row, theirs]
+        return totals
 
-    def put(self, slot: Slot, window: Int64Array, second: int) -> None:
-        """Replaces all counts of a slot. window: as window()."""
+    def here(self, second: int) -> KeyCounts:
+        """What this host's processes have counted."""
+        return self._counted(range(len(self._ids) - 1), second)
+
+    def own(self, second: int) -> KeyCounts:
+        """What the row of this view has."""
+        return self._counted([self._row], second)
+
+    def _counted(self, rows: Sequence[int], second: int) -> KeyCounts:
+        found: list[tuple[Int64Array, Int64Array]] = []
+        for row in rows:
+            used = np.flatnonzero(self._ids[row])
+            live = _live(self._rings[row, used], second)
+            counting = live.any((1, 2))
+            found.append((self._ids[row, used[counting]], _by_age(live[counting], second)))
+        ids = np.unique(np.concatenate([own for own, _ in found]))
+        windows = np.zeros((len(ids), len(Unit), WINDOW), np.int64)
+        for own, counts in found:  # a row has an id once, so none is written twice at a time
+            windows[np.searchsorted(ids, own)] += counts
+        return KeyCounts(ids, windows)
+
+    def put(self, slots: Sequence[Slot], windows: Int64Array, most: Int64Array, second: int) -> None:
+        """Replaces all counts of these slots, and their paces. For the view of other hosts' row.
+
+        slots: ascending by id. windows: [slots, 2, WINDOW], as window(). most: [slots, 2], what this host may spend
+        from now on.
+        """
+        numbers, ids = np.array(slots, np.int64).reshape(-1, 2).T
         seconds = second - np.arange(WINDOW)
-        ring = np.zeros((len(Unit), RING), np.int64)
-        ring[:, seconds % RING] = (seconds & STAMPS) << COUNT_BITS | window.clip(0, MOST)
-        if self._own_ids[slot.number] == slot.id:
-            self._own_rings[slot.number] = ring
+        rings = np.zeros((len(slots), len(Unit), RING), np.int64)
+        rings[..., seconds % RING] = (seconds & STAMPS) << COUNT_BITS | windows.clip(0, MOST)
+        self._own_rings[numbers] = rings
+        sums = self.all_sums(ids)[:, [Sum.REQUESTS, Sum.TOKENS]]
+        stamp = np.full((len(slots), 1), second)
+        self._own_sums[numbers, : len(Pace)] = np.concatenate((stamp, most, sums), axis=1)
+
+    def is_paced(self, key_id: int, asked: Sequence[int], second: int) -> bool:
+        """Whether this host has to hear of others before it spends so much more. It may always spend one request's."""
+        rows, numbers = self._places(key_id)
+        if not len(rows) or rows[-1] != len(self._ids) - 1:
+            return False
+        pace = self._sums[-1, numbers[-1]].tolist()
+        if second - pace[Pace.SECOND] > FRESH_SECONDS:
+            return False
+        sums = self.sums(key_id)
+        spent = int(sums[Sum.REQUESTS]) - pace[Pace.REQUESTS], int(sums[Sum.TOKENS]) - pace[Pace.TOKENS]
+        most = pace[Pace.MOST_REQUESTS], pace[Pace.MOST_TOKENS]
+        return spent[0] > 0 and any(before + ask > limit for before, ask, limit in zip(spent, asked, most, strict=True))
+
+
+def _expected(second: int) -> Int64Array:
+    """int64 [RING]: what a cell of each position holds that counts nothing yet."""
+    return (_seconds(second) & STAMPS) << COUNT_BITS
 
 
 def _seconds(second: int) -> Int64Array:
@@ -152,11 +242,14 @@ def _seconds(second: int) -> Int64Array:
 
 def _live(cells: Int64Array, second: int) -> Int64Array:
     """[…, RING]: what the cells count that are not too old, 0 in the others."""
-    return np.where(cells >> COUNT_BITS == _seconds(second) & STAMPS, cells & MOST, 0)
+    counts = cells - _expected(second)
+    counts[counts.view(np.uint64) > MOST] = 0
+    return counts
 
 
-def _by_age(cells: Int64Array, second: int) -> Int64Array:
-    """[2, WINDOW]: the sum of rings, [rings, 2, RING]; the current second first, with those ahead of it."""
-    counted = _live(cells, second).sum(0)[:, (second + AHEAD - np.arange(RING)) % RING]
-    counted[:, AHEAD] += counted[:, :AHEAD].sum(1)
-    return counted[:, AHEAD:]
+def _by_age(live: Int64Array, second: int) -> Int64Array:
+    """[…, 2, WINDOW]: what _live() gives, […, 2, RING]; the current second first, with those ahead of it."""
+    newest = (second + AHEAD) % RING
+    counted = np.concatenate((live[..., newest::-1], live[..., :newest:-1]), axis=-1)
+    counted[..., AHEAD] += counted[..., :AHEAD].sum(-1)
+    return counted[..., AHEAD:]

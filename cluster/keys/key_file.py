@@ -17,6 +17,7 @@ MAX_KEYS = 1000
 MAX_MODELS = 256  # of a key
 MAX_BYTES = 1 << 20  # of a file
 MAX_LIMIT = 1 << 39  # a minute
+MAX_DEPTH = 8  # of lists and mappings within each other
 MAX_SHOWN = 80  # characters of a value in an error
 Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
@@ -55,7 +56,7 @@ class KeyEntry(_Part):
     """most tokens of prompts and outputs in any minute, at least 1; null sets no limit"""
     priority: PriorityEntry | None = None
     """lowest and highest priority of a request; null allows what gateway.priorities does"""
-    models: Annotated[list[Model], Field(min_length=1, max_length=MAX_MODELS)] | None = None
+    models: Annotated[list[Model], Field(fail_fast=True, min_length=1, max_length=MAX_MODELS)] | None = None
     """names of models and adapters, 1 to 256; null allows all"""
 
     @property
@@ -74,7 +75,7 @@ class KeyEntry(_Part):
 class KeyFile(_Part):
     """The whole file."""
 
-    keys: Annotated[list[KeyEntry], Field(max_length=MAX_KEYS)]
+    keys: Annotated[list[KeyEntry], Field(fail_fast=True, max_length=MAX_KEYS)]
     """a list of at most 1,000 keys"""
 
 
@@ -104,14 +105,11 @@ def parse_keys(content: bytes, source: str) -> tuple[Key, ...]:
 def _content(path: Path, source: str) -> bytes:
     try:
         # A pipe would let open() wait for its other end.
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise ConfigError(f"{source} must be a regular file")
-            mode = stat.S_IMODE(status.st_mode)
-            if mode & 0o022:
-                raise ConfigError(f"{source} has mode {mode:o}; others must not write it: chmod 600")
-            content = file.read(MAX_BYTES + 1)
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            content = _read(file, source)
+        finally:
+            os.close(file)
     except OSError as error:
         raise ConfigError(f"{source} cannot be read: {error.strerror}") from None
     if len(content) > MAX_BYTES:
@@ -119,22 +117,73 @@ def _content(path: Path, source: str) -> bytes:
     return content
 
 
+def _read(file: int, source: str) -> bytes:
+    status = os.fstat(file)
+    if not stat.S_ISREG(status.st_mode):
+        raise ConfigError(f"{source} must be a regular file")
+    mode = stat.S_IMODE(status.st_mode)
+    if mode & 0o022:
+        raise ConfigError(f"{source} has mode {mode:o}; others must not write it: chmod 600")
+    parts: list[bytes] = []
+    while part := os.read(file, MAX_BYTES + 1 - sum(map(len, parts))):
+        parts.append(part)
+    return b"".join(parts)
+
+
 def _values(content: bytes, source: str) -> Any:
     try:
-        values = yaml.load(content.decode("utf-8"), Loader)  # a safe one
+        text = content.decode("utf-8")
+        _check_shape(text, source)
+        values = yaml.load(text, Loader)  # a safe one
     except UnicodeDecodeError as error:
         raise ConfigError(f"{source}: is not UTF-8 at byte {error.start}") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         raise ConfigError(f"{source}: {where}{error.problem}") from None
-    except RecursionError:
-        raise ConfigError(f"{source}: it is nested too deeply") from None
+    except ConfigError:
+        raise
     except Exception as error:  # YAML's constructors let out what a malformed number, date or tag meets in them
         raise ConfigError(f"{source}: is not YAML: {' '.join(str(error).split())!s:.160}") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{source}: holds {_shown(values)}; it must be a mapping with the key keys")
     return values
+
+
+def _check_shape(text: str, source: str) -> None:
+    """ConfigError for values within values beyond all that a file of keys needs, for which the loader in C would
+    overflow its stack, and for a name that a mapping has twice, of which the loader takes the last."""
+    open_: list[_Open] = []
+    for event in yaml.parse(text, Loader):
+        if isinstance(event, yaml.CollectionEndEvent):
+            open_.pop()
+            continue
+        if open_ and isinstance(event, yaml.NodeEvent):
+            said = open_[-1].take(event)
+            if said:
+                raise ConfigError(f"{source}: line {event.start_mark.line + 1}: {said}")
+        if isinstance(event, yaml.CollectionStartEvent):
+            open_.append(_Open(isinstance(event, yaml.MappingStartEvent)))
+            if len(open_) > MAX_DEPTH:
+                raise ConfigError(f"{source}: it is nested too deeply")
+
+
+class _Open:
+    """A list or a mapping, of which the parser has read a part."""
+
+    def __init__(self, is_mapping: bool) -> None:
+        self._is_mapping = is_mapping
+        self._is_name = True  # what comes next
+        self._names: set[str] = set()
+
+    def take(self, event: yaml.NodeEvent) -> str:
+        """What is wrong with the next node; empty for nothing."""
+        said = ""
+        if self._is_mapping and self._is_name and isinstance(event, yaml.ScalarEvent):
+            said = f"{event.value!r:.80} comes twice in one mapping" if event.value in self._names else ""
+            self._names.add(event.value)
+        self._is_name = not self._is_name
+        return said
 
 
 def _check_unique(source: str, field: str, keys: tuple[Key, ...]) -> None:
@@ -164,7 +213,8 @@ def _explain(finding: ErrorDetails, values: Any) -> str:
     found = _shown(finding["input"])
     if "sha256" in location:  # somebody may have written the key itself there
         found = f"hidden, {len(str(finding['input']))} characters"
-    said = finding["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    said = finding["msg"].removeprefix("Value error, ")
+    said = said.replace("Input should be", "must be").replace("String should have", "must have")
     if finding["type"] == "model_type":
         inside = PriorityEntry if location[-1] == "priority" else KeyEntry
         return f"{where} is {found}; it must be a mapping with the keys {', '.join(inside.model_fields)}"

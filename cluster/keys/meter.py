@@ -16,6 +16,10 @@ UNITS: dict[Unit, tuple[str, Sum]] = {
 }
 
 
+class Paced(RateLimited):
+    """A limit is not used up, but this host has to hear what others have spent. That takes a part of a second."""
+
+
 class Meter:
     """Of one key in one gateway process. Owned by its event loop.
 
@@ -34,8 +38,11 @@ class Meter:
         self._check(key, (1, 1), own=False)
 
     def count(self, key: Key, tokens: int) -> "Charge":
-        """Counts a request of so many tokens. RateLimited where that goes over a limit; then nothing is counted."""
+        """Counts a request of so many tokens. RateLimited where that goes over a limit, Paced where this host has to
+        hear of others first; then nothing is counted."""
         self._check(key, (1, tokens), own=False)
+        if _limits(key) != (None, None) and self._cells.is_paced(self._slot.id, (1, tokens), int(self._clock())):
+            raise Paced(f"the key {key.name!r} has used much of its limits on this host; try again in 1 s", 1.0)
         charge = Charge(self, int(self._clock()), tokens)
         try:
             self._check(key, (1, tokens), own=True)
@@ -43,6 +50,7 @@ class Meter:
             charge.cancel()
             raise
         self.sum(Sum.REQUESTS)
+        self.sum(Sum.TOKENS, tokens)
         return charge
 
     def sum(self, one: Sum, amount: int = 1) -> None:
@@ -56,6 +64,10 @@ class Meter:
     def take_back(self, unit: Unit, amount: int, second: int) -> None:
         self._cells.take_back(self._slot, unit, amount, second)
 
+    def used_tokens(self) -> int:
+        """In the last minute, by all processes and hosts."""
+        return self._cells.used(self._slot.id, int(self._clock()))[Unit.TOKENS]
+
     def states(self, key: Key) -> tuple[LimitState, ...]:
         """How much is left of each limit that the key has."""
         now = self._clock()
@@ -67,8 +79,7 @@ class Meter:
         if limits == (None, None):
             return
         now = self._clock()
-        window = self._cells.window(self._slot.id, int(now))
-        used = window.sum(1).tolist()
+        used = self._cells.used(self._slot.id, int(now))
         before = [count - amount if own else count for count, amount in zip(used, asked, strict=True)]
         over = [
             unit
@@ -77,6 +88,7 @@ class Meter:
         ]
         if not over:
             return
+        window = self._cells.window(self._slot.id, int(now))
         if own:
             window[:, 0] -= asked
         for unit in over:

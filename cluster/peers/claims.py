@@ -18,6 +18,7 @@ ANSWER_SECONDS = 1.0  # how long a call waits for a process that may run its id
 CLAIM_SECONDS = 60.0  # how long that process is asked: one that was stopped still ends its call when it goes on
 MOST_ASKING = 4096  # questions for so long; beyond it they end with the call's own wait
 AGAIN_SECONDS = 0.05  # after a claim that did not arrive
+SCOPE = "\0"  # between a request's id and its caller's key
 HOST_SECONDS = 5.0  # how long one process is asked for its whole host, before the next one is
 
 
@@ -133,8 +134,13 @@ def _request(claim: Claim, *, whole_host: bool = False) -> peer_pb2.ClaimRequest
 
 
 def in_use(request_id: str) -> InvalidRequest:
-    return InvalidRequest(f"request_id {request_id!r} is in use by a request that still runs")
+    return InvalidRequest(f"request_id {_given(request_id)!r} is in use by a request that still runs")
 
 
 def superseded(request_id: str) -> Superseded:
-    return Superseded(f"a later call has taken request_id {request_id!r} over")
+    return Superseded(f"a later call has taken request_id {_given(request_id)!r} over")
+
+
+def _given(request_id: str) -> str:
+    """As its client knows it."""
+    return request_id.partition(SCOPE)[0]

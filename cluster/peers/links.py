@@ -20,6 +20,7 @@ TRACE_SECONDS = 2.0  # for each process that is asked
 GIVE_WAY_SECONDS = 1.0  # for each process that is asked
 GATEWAYS_SECONDS = 2.0  # for each host
 PLACED_SECONDS = 1.0  # for each host
+KEYS_SECONDS = 1.0  # for each host
 OPTIONS = [("grpc.enable_http_proxy", 0), ("grpc.max_reconnect_backoff_ms", 1000)]
 
 
@@ -116,6 +117,13 @@ class PeerLinks:
         asked = (self._first(host, lambda stub: stub.GetPlaced(request, timeout=PLACED_SECONDS)) for host in self.hosts)
         found = [one for one in await asyncio.gather(*asked) if one is not None]
         return [(np.array(one.cells, np.int64), np.array(one.tokens, np.int64)) for one in found]
+
+    async def key_counts(self) -> list[tuple[int, peer_pb2.GetKeyCountsResponse]]:
+        """What callers' keys have used on each other host, if it answers, by its number."""
+        request, hosts = peer_pb2.GetKeyCountsRequest(), self.hosts
+        asked = (self._first(host, lambda stub: stub.GetKeyCounts(request, timeout=KEYS_SECONDS)) for host in hosts)
+        answers = zip(hosts, await asyncio.gather(*asked), strict=True)
+        return [(host.number, answer) for host, answer in answers if answer is not None]
 
     async def _first(self, host: GatewayHost, ask: Callable[[Any], Awaitable[Any]]) -> Any:
         """The answer of the host's first process that is there; None where none is, or where one is silent: most likely

@@ -9,6 +9,7 @@ import numpy as np
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cluster.errors import StartFailed
 from tandem.cluster.peers.claims import Claim
+from tandem.cluster.peers.key_counts import KeyCounts
 from tandem.proto import admin_pb2, inference_pb2, peer_pb2, peer_pb2_grpc
 from tandem.workers.ports.authentication import TokenRequired
 from tandem.workers.ports.connections import lenient_options
@@ -34,6 +35,7 @@ class Abroad:
     give_host: Give  # as PeerServer's give, of all processes of this host
     gateways: Callable[[], list[inference_pb2.GatewayProcessInfo]]  # these processes
     placed: Callable[[], Int64Array]  # GatewayTable.placed
+    keys: Callable[[], KeyCounts] | None = None  # what keys have used on this host; None: there are none
 
 
 class PeerServer(peer_pb2_grpc.PeerServicer):
@@ -96,3 +98,10 @@ class PeerServer(peer_pb2_grpc.PeerServicer):
         placed = self._abroad.placed()
         cells = np.flatnonzero(placed)
         return peer_pb2.GetPlacedResponse(cells=cells, tokens=placed[cells])
+
+    async def GetKeyCounts(
+        self, request: peer_pb2.GetKeyCountsRequest, context: grpc.aio.ServicerContext
+    ) -> peer_pb2.GetKeyCountsResponse:
+        if self._abroad is None or self._abroad.keys is None:
+            return peer_pb2.GetKeyCountsResponse()
+        return self._abroad.keys().to_proto()

@@ -31,9 +31,8 @@ ID_CELLS = 1 << 14
 LASTING_CELLS = 1 << 10  # of a process and those that follow it
 KEY_SLOTS = 1 << 11  # keys of a process: those of the file, and those that were in it a minute ago
 KEY_WIDTH = 144  # cells of a key
-KEY_CELLS = KEY_SLOTS * (
-    1 + KEY_WIDTH
-)  # of a process and those that follow it; memory that nobody touches is not taken
+# Of a process and those that follow it. Memory that nobody touches is not taken.
+KEY_CELLS = 8 + KEY_SLOTS * (1 + KEY_WIDTH)
 
 
 class Column(IntEnum):

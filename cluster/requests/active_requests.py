@@ -11,7 +11,7 @@ from tandem.cluster.peers.claims import Claim, Claims, Holder, in_use, supersede
 from tandem.cluster.peers.table import Column, GatewayTable
 from tandem.cluster.requests.answers import Answers
 from tandem.cluster.requests.body_budget import release_current_body
-from tandem.cluster.requests.charges import RequestCharge
+from tandem.cluster.requests.charging.charges import RequestCharge
 from tandem.cluster.requests.fair_turns import FairTurns
 from tandem.cluster.requests.forks import NOT_FORKED, ForkedFrom, take_tokens
 from tandem.cluster.requests.generation import Generation, Write
@@ -125,6 +125,7 @@ class ActiveRequests:
             del request  # the message may be large, and the call long
             release_current_body()
             charge = RequestCharge(access, valid, is_open=is_open)
+            valid = await charge.count()
             with charge.until_end():
                 observer.validated(valid)
                 charge.answers = answers = self._answers(valid, arrived, observer, client)
@@ -133,7 +134,7 @@ class ActiveRequests:
                 call = self._enter(_Call(claim, answers, credential, valid.prompt.salt, fork))
                 # An id that the gateway has just made runs nowhere else.
                 holders = self._claims.asked(claim) if is_named else []
-                await self._finish(call, holders, client, charge.counting(write), deadline, limit)
+                await self._finish(call, holders, client, write, deadline, limit)
         except BaseException as error:
             _end(observer, answers, error)
             raise

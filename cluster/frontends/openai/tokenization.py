@@ -22,6 +22,7 @@ from tandem.cluster.frontends.openai.read_body import read_object
 from tandem.cluster.frontends.openai.tool_fields import ToolFields
 from tandem.cluster.protocol import MAX_MESSAGES, build_request
 from tandem.cluster.requests.body_budget import BodyBudget
+from tandem.cluster.requests.charging.charges import admitted
 from tandem.cluster.requests.origin import current_origin
 from tandem.cluster.requests.reading.readers import Readers
 from tandem.cluster.text.chat_template import ChatTemplateError
@@ -127,7 +128,7 @@ class Tokenization:
         host = host_of(scope)
         held = self.bodies.open(host)
         try:
-            current_origin.get().access.admit(0, 0)  # a request without tokens
+            await admitted(current_origin.get().access, 0, 0)  # a request without tokens
             data = await read_body_of(scope, receive, held, self.max_bytes)
             names = self.served.seen(current_origin.get().access.allows)
             if len(data) <= LONG_BODY:

@@ -12,7 +12,7 @@ import numpy as np
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cluster.errors import InvalidRequest, Overloaded, Unavailable
 from tandem.cluster.requests.body_budget import release_current_body
-from tandem.cluster.requests.charges import charged
+from tandem.cluster.requests.charging.charges import charged
 from tandem.cluster.requests.embedding.inputs import InputReader
 from tandem.cluster.requests.embedding.reading import PromptReading, ReadAnswer, ReadingJob, Values
 from tandem.cluster.requests.embedding.recipe import EmbeddingRecipe
@@ -128,7 +128,7 @@ class Embeddings:
         deadline = asyncio.get_running_loop().time() + limit
         if self._ended is not None:
             raise self._ended
-        with charged(current_origin.get().access, sum(map(len, job.prompts))):
+        async with charged(current_origin.get().access, sum(map(len, job.prompts))):
             watched.begin(ValidRequest(job.request_id, job.prompts[0], NO_OUTPUT))
             return await self._read(job, caller, watched, deadline)
 

@@ -210,16 +210,41 @@ def test_what_is_not_produced_is_given_back(keyed: Keyed) -> None:
     assert refused.headers["x-ratelimit-remaining-tokens"] == str(200 - used)
 
 
-def test_a_request_without_a_length_counts_as_it_comes(keyed: Keyed) -> None:
-    """It counts little at first, and what it produces beyond that is a debt."""
-    key = keyed.use(tokens_per_minute=600)
+def test_a_request_without_a_length_ends_where_its_count_does(keyed: Keyed) -> None:
+    key = keyed.use(tokens_per_minute=800)
     prompt = keyed.post(CHATS, {**TALK, "max_tokens": 1}, key).json()["usage"]["prompt_tokens"]
-    answered = keyed.post(CHATS, {"messages": TALK["messages"]}, key)
-    produced = answered.json()["usage"]["completion_tokens"]
-    assert produced > 900
-    refused = keyed.post(CHATS, {**TALK, "max_tokens": 1}, key)
-    assert refused.status_code == 429
-    assert f"has used {produced + 2 * prompt + 1} of its 600 tokens" in refused.json()["error"]["message"]
+    answered = keyed.post(CHATS, {"messages": TALK["messages"]}, key).json()
+    assert (answered["usage"]["completion_tokens"], answered["choices"][0]["finish_reason"]) == (200, "length")
+    many = keyed.post(CHATS, {"messages": TALK["messages"], "n": 4}, key).json()
+    assert many["usage"]["completion_tokens"] == 200
+    used = 401 + 3 * prompt
+    refused = keyed.post(CHATS, {**TALK, "max_tokens": 700}, key)
+    assert refused.headers["x-ratelimit-remaining-tokens"] == str(800 - used)
+    free = keyed.use()
+    assert keyed.post(CHATS, {"messages": TALK["messages"]}, free).json()["usage"]["completion_tokens"] > 900
+
+
+def test_an_open_request_may_have_a_part_of_what_is_left(keyed: Keyed) -> None:
+    key = keyed.use(tokens_per_minute=2400)
+    opened = {"messages": TALK["messages"]}
+    lengths = [keyed.post(CHATS, opened, key).json()["usage"]["completion_tokens"] for _ in range(2)]
+    assert lengths == [600, 600]
+
+
+def test_tokens_that_a_client_says_to_have_count_as_a_prompt(keyed: Keyed) -> None:
+    """Workers compute them again."""
+    key = keyed.use(tokens_per_minute=1000)
+    stub = authorized(inference_pb2_grpc.InferenceStub(keyed.channel), key)
+    known = [never_ends(PROMPT + [0] * count) for count in range(500)]
+    request = inference_pb2.GenerateRequest(
+        request_id="r",
+        token_ids=inference_pb2.TokenIds(ids=PROMPT),
+        sampling=inference_pb2.SamplingParams(max_tokens=510),
+        resume=inference_pb2.Resume(token_ids=known),
+    )
+    assert sum(len(part.token_ids) for part in stub.Generate(request, timeout=10)) == 10
+    refused = keyed.post(COMPLETIONS, {**BODY, "max_tokens": 900}, key)
+    assert refused.headers["x-ratelimit-remaining-tokens"] == str(1000 - len(PROMPT) - 510)
 
 
 def test_a_request_that_can_never_pass_is_refused_for_good(keyed: Keyed) -> None:
@@ -310,14 +335,20 @@ def test_priorities_stay_within_a_keys_bounds(keyed: Keyed) -> None:
 def test_ids_of_unlike_keys_do_not_meet(keyed: Keyed) -> None:
     one, other = keyed.write([{"name": "one"}, {"name": "other"}])
     stubs = [authorized(inference_pb2_grpc.InferenceStub(keyed.channel), key) for key in (one, other)]
-    sampling = inference_pb2.SamplingParams(max_tokens=900)
+    sampling = inference_pb2.SamplingParams(max_tokens=60)
+    keyed.opened.worker.step_seconds = 0.01
     request = inference_pb2.GenerateRequest(
         request_id="r", token_ids=inference_pb2.TokenIds(ids=PROMPT), sampling=sampling
     )
     first = stubs[0].Generate(request, timeout=10)
     next(first)
-    assert sum(len(part.token_ids) for part in stubs[1].Generate(request, timeout=10)) == 900
-    first.cancel()
+    second = stubs[1].Generate(request, timeout=10)
+    next(second)
+    again = authorized(inference_pb2_grpc.InferenceStub(keyed.channel), one)
+    with pytest.raises(grpc.RpcError, match="request_id 'r' is in use"):
+        list(again.Generate(request, timeout=10))
+    assert [1 + sum(len(part.token_ids) for part in call) for call in (first, second)] == [60, 60]
+    keyed.opened.worker.step_seconds = 0.0
 
 
 def test_a_changed_file_counts_within_a_second(keyed: Keyed) -> None:

@@ -65,6 +65,13 @@ WRONG = [
     ("keys: !!python/object:os.system {}", "could not determine a constructor"),
     ("keys: 2021-99-99", "is not YAML: month"),
     ("\0", "is not YAML"),
+    ("[" * 100_000, "it is nested too deeply"),
+    ("keys: []\nkeys: []", "line 2: 'keys' comes twice in one mapping"),
+    (entry(models=["a"]) + "  models: [a, a]\n", "line 6: 'models' comes twice in one mapping"),
+    (
+        "a: &a [" + "x, " * 1000 + "]\nkeys: [" + "*a, " * 100_000 + "]",
+        r"keys\[0\] is a list of 1000; it must be a mapping",
+    ),
     (entry(name="a b"), r"keys\[0\].name \(a b\) is 'a b'; it must be 1 to 64 letters, digits and . _ -"),
     (entry(name="a\n"), r"name is 'a\\n'; it must be 1 to 64"),
     (entry(name="x" * 65), "it must be 1 to 64"),
@@ -78,6 +85,7 @@ WRONG = [
     (entry(priority={"lowest": 3}), "priority.highest .* is missing; it must be the last one"),
     (entry(priority=4), "priority .* is 4; it must be a mapping with the keys lowest, highest"),
     (entry(models=[]), "models .* is a list of 0; it must be names of models and adapters, 1 to 256"),
+    (entry(models=[""]), r"models\[0\] .* is ''; it must have at least 1 character"),
     (entry(models=["a", 5]), r"models\[1\] .* is 5"),
     (entry(request_per_minute=5), "unknown key .*request_per_minute .*; known here: name, sha256, requests_per_minute"),
     (yaml.safe_dump({"keys": [{"name": "a", "sha256": HASH}] * 2}), r"keys\[1\] \(a\) has the name 'a', as keys\[0\]"),
@@ -114,7 +122,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     large.write_bytes(b"#" * (1 << 20) + b"\n")
     large.chmod(0o600)
     for path, said in [
-        (tmp_path, "cannot be read: Is a directory"),
+        (tmp_path, "must be a regular file"),
         (pipe, "must be a regular file"),
         (tmp_path / "none", "cannot be read: No such file"),
         (wide, "has mode 622; others must not write it"),
@@ -122,6 +130,11 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     ]:
         with pytest.raises(ConfigError, match=f"security.keys_file {path} {said}"):
             read_keys(path)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        with pytest.raises(ConfigError):
+            read_keys(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 PIECES = st.sampled_from(

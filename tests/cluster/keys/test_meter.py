@@ -37,7 +37,9 @@ class Processes:
 
     def begin(self, process: int) -> dict[str, Meter]:
         """The process is there, perhaps after another of its row."""
-        cells = KeyCells(GatewayTable(self.memory, PROCESSES, 1, process))
+        table = GatewayTable(self.memory, PROCESSES, 1, process)
+        table.clear(process, 1)  # as the supervisor does
+        cells = KeyCells(table)
         slots = cells.open({key.id for key in self.keys}, int(self.clock()))
         return {key.name: Meter(cells, slots[key.id], self.clock) for key in self.keys}
 

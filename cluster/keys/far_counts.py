@@ -1,0 +1,109 @@
+"""What callers' keys have used on other hosts, for the limits of this one."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from tandem.cache.plan.arrays import Int64Array
+from tandem.cluster.keys.key import Key
+from tandem.cluster.keys.key_cells import WINDOW, KeyCells, Unit
+from tandem.cluster.peers.key_counts import KeyCounts
+from tandem.cluster.peers.links import PeerLinks
+from tandem.cluster.peers.table import GatewayTable
+
+PERIOD_SECONDS = 0.1  # between two questions
+IDLE = 9  # times as long as an answer took are at least left between two
+PARTS = 8  # of what is left of a limit, divided by the hosts: what one may spend between two questions
+
+
+NO_LIMIT = 1 << 50
+
+
+class _Heard(NamedTuple):
+    """The last answer of a host, and when it came."""
+
+    second: int
+    counts: KeyCounts
+
+
+class FarCounts:
+    """Asks one process of each other host again and again, and tells all processes of this one.
+
+    The first process of a host that is there does so, on its event loop. A host that does not answer counts as it last
+    did, until that is a minute old.
+
+    Hosts hear of each other a little late. So each spends a small part only of what is left until it hears again: the
+    parts of all hosts never come to more than is left, up to one request of each.
+    """
+
+    def __init__(self, table: GatewayTable, links: PeerLinks, keys: Callable[[], Sequence[Key]]) -> None:
+        """keys: of this host's file. Other keys' counts are ignored: their hosts have another file."""
+        self._table = table
+        self._links = links
+        self._keys = keys
+        self._cells = KeyCells(table, row=-1)
+        self._hosts: dict[int, _Heard] = {}
+        self._before: _Heard | None = None  # what a process that did this before had heard
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            begun = time.monotonic()
+            if not any(other < self._table.process for other in self._table.others()):
+                await self.look()
+            await asyncio.sleep(max(PERIOD_SECONDS, IDLE * (time.monotonic() - begun)))
+
+    async def look(self) -> None:
+        """Asks all once, at the same time."""
+        answers, second = await self._links.key_counts(), int(time.monotonic())
+        if self._before is None:
+            self._before = _Heard(second, self._cells.own(second))
+        for number, answer in answers:
+            try:
+                self._hosts[number] = _Heard(second, KeyCounts.from_proto(answer, len(Unit), WINDOW))
+            except ValueError:
+                continue  # of another version: it counts as it last did
+        self._hosts = {number: one for number, one in self._hosts.items() if second - one.second < WINDOW}
+        self._tell(second)
+
+    def _tell(self, second: int) -> None:
+        slots = self._cells.open({key.id for key in self._keys()}, second)
+        keys = sorted((key for key in self._keys() if key.id in slots), key=lambda key: key.id)
+        ids = np.array([key.id for key in keys], np.int64)
+        far = self._far(ids, second)
+        used = (far + _found(self._cells.here(second), ids)).sum(-1)
+        most = (np.array([_limits(key) for key in keys], np.int64).reshape(-1, len(Unit)) - used).clip(0)
+        most //= PARTS * (1 + len(self._links.hosts))
+        self._cells.put([slots[key.id] for key in keys], far, most, second)
+
+    def _far(self, ids: Int64Array, second: int) -> Int64Array:
+        """[ids, 2, WINDOW]: what other hosts have counted."""
+        heard = [_found(_aged(one, second), ids) for one in self._hosts.values()]
+        far = sum(heard, np.zeros((len(ids), len(Unit), WINDOW), np.int64))
+        if self._before is not None and second - self._before.second < WINDOW:
+            far = np.maximum(far, _found(_aged(self._before, second), ids))
+        return far
+
+
+def _limits(key: Key) -> list[int]:
+    """Much where there is none."""
+    return [NO_LIMIT if one is None else one for one in (key.requests_per_minute, key.tokens_per_minute)]
+
+
+def _found(counts: KeyCounts, ids: Int64Array) -> Int64Array:
+    """[ids, 2, WINDOW]: the windows of these ids, ascending; 0 where the counts have none."""
+    windows = np.zeros((len(ids), len(Unit), WINDOW), np.int64)
+    _, ours, theirs = np.intersect1d(ids, counts.ids, assume_unique=True, return_indices=True)
+    windows[ours] = counts.windows[theirs]
+    return windows
+
+
+def _aged(heard: _Heard, second: int) -> KeyCounts:
+    """As they are by now."""
+    late = min(WINDOW, second - heard.second)
+    windows = np.zeros_like(heard.counts.windows)
+    windows[..., late:] = heard.counts.windows[..., : WINDOW - late]
+    return KeyCounts(heard.counts.ids, windows)

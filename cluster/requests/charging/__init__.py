@@ -1,0 +1,1 @@
+"""What requests count against the limits of their callers' keys."""

@@ -5,7 +5,7 @@ from typing import NoReturn
 
 import grpc
 
-from tandem.cluster.errors import TandemError, UnknownModel
+from tandem.cluster.errors import RateLimited, TandemError, UnknownModel
 from tandem.cluster.errors.statuses import grpc_status, refuse
 from tandem.cluster.frontends.grpc_server import host_of
 from tandem.cluster.keys.key_cells import Sum
@@ -73,7 +73,8 @@ class Inference(inference_pb2_grpc.InferenceServicer):
     async def _refuse(self, context: Context, error: TandemError) -> NoReturn:
         if isinstance(error, UnknownModel):
             current_origin.get().access.refused(Sum.REFUSED_MODEL)
-        self._rejected(grpc_status(error).name)
+        if not isinstance(error, RateLimited):  # which its key counts: it says nothing of the cluster's load
+            self._rejected(grpc_status(error).name)
         await refuse(context, error)
 
     async def GetModelInfo(

@@ -78,7 +78,7 @@ REPLAYS = Counter(
 )
 REJECTED = Counter(
     "tandem:rejected",
-    "Calls that ended with an error, by the frontend's own statuses.",
+    "Calls that ended with an error, by the frontend's own statuses; tandem:key_refused counts keys' limits.",
     labels=("frontend", "code"),
     series=(*((GRPC, code) for code in GRPC_CODES), *((HTTP, str(code)) for code in HTTP_CODES)),
 )

@@ -11,7 +11,7 @@ from tandem.cluster.credentials import is_loopback
 from tandem.cluster.errors import CallError, Unauthenticated
 from tandem.cluster.frontends.http.caller import ClientGone, credentials_of, header
 from tandem.cluster.frontends.http.cors import Cors
-from tandem.cluster.frontends.http.errors import MODEL_NOT_FOUND, HttpError
+from tandem.cluster.frontends.http.errors import MODEL_NOT_FOUND, RATE_LIMITED, HttpError
 from tandem.cluster.frontends.http.monitoring import Monitoring
 from tandem.cluster.frontends.http.reply import ErrorForm, Receive, Reply, Scope, Send
 from tandem.cluster.keys.gate import Gate
@@ -109,7 +109,8 @@ class HttpApp:
             call.cancel()
 
     async def _refuse(self, reply: Reply, error: HttpError) -> None:
-        self._rejected(error.status)
+        if error.code != RATE_LIMITED:  # which its key counts: it says nothing of the cluster's load
+            self._rejected(error.status)
         if error.code == MODEL_NOT_FOUND:
             current_origin.get().access.refused(Sum.REFUSED_MODEL)
         await reply.error(error)

@@ -12,6 +12,8 @@ from tandem.cluster.errors.statuses import RETRY_AFTER_KEY, http_status, retry_a
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 MODEL_NOT_FOUND = "model_not_found"
 """The code of an error about a model that is not served, or not to the caller."""
+RATE_LIMITED = "rate_limit_exceeded"
+"""That of a refusal by a limit of the caller's key."""
 
 
 class HttpError(Exception):
@@ -50,7 +52,7 @@ class HttpError(Exception):
             seconds = error.retry_after_seconds
             headers = {"retry-after": str(math.ceil(seconds)), RETRY_AFTER_KEY: retry_after_ms(error)}
             if isinstance(error, RateLimited):
-                code, limits = "rate_limit_exceeded", error.states
+                code, limits = RATE_LIMITED, error.states
         elif isinstance(error, Unauthenticated):
             headers = {"www-authenticate": "Bearer"}
         return cls(http_status(error), str(error), code=code, headers=headers, limits=limits)

@@ -157,6 +157,8 @@ def test_requests_beyond_the_limit_get_429(keyed: Keyed) -> None:
     assert keyed.metric("tandem:key_prompt_tokens_total", key=keyed.name) == 2 * len(PROMPT)
     assert keyed.metric("tandem:key_output_tokens_total", key=keyed.name) == 12
     assert keyed.metric("tandem:key_refused_total", key=keyed.name, reason="requests") == 2
+    rejected = keyed.metric("tandem:rejected_total", code="429", engine="0", frontend="http", model_name="base")
+    assert rejected == 0  # the cluster had room
 
 
 def test_anthropic_says_it_in_its_words(keyed: Keyed) -> None:

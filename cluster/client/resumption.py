@@ -9,7 +9,7 @@ from collections import defaultdict
 import grpc
 
 from tandem.cluster.client.client_messages import LONGEST_CALL, UNTAKEN, retry_advice
-from tandem.cluster.errors import Cancelled, Overloaded, Unavailable
+from tandem.cluster.errors import Cancelled, Overloaded, RateLimited, Unavailable
 from tandem.cluster.errors.statuses import REMOVED, error_of
 from tandem.proto import inference_pb2
 
@@ -84,7 +84,7 @@ class Resumption:
             patience = self._resume_seconds if self._reached else min(FIRST_SECONDS, self._resume_seconds)
             least, pause = RETRY_SECONDS, RETRY_SECONDS * random.uniform(0.5, 1.0)
             self._resumes = True
-        elif kind is Overloaded and (advice is not None or self._resumes):
+        elif (kind is Overloaded and advice is not None) or (kind in (Overloaded, RateLimited) and self._resumes):
             self._reached, patience = True, self._resume_seconds
             least = NO_ADVICE_SECONDS if advice is None else advice
             pause = self._longer_each_time(least)

@@ -95,7 +95,11 @@ def _name(request_id: str, context: Context) -> None:
 
 
 def _client_of(context: Context) -> str:
-    """Whose request it is: what the metadata client-id says, else the host it comes from."""
+    """Whose request it is: that of its key, else of what the metadata client-id says, else of the host it comes
+    from."""
+    access = current_origin.get().access
+    if access.name:
+        return f"key:{access.name}"
     given = _metadata(context, CLIENT_ID_KEY)
     return f"id:{given}" if given else host_of(context)
 

@@ -15,6 +15,7 @@ from tandem.cluster.peers.links import PeerLinks
 from tandem.cluster.peers.table import GatewayTable
 
 PERIOD_SECONDS = 0.1  # between two questions
+PATIENCE_SECONDS = 1.0  # after which a host that does not answer holds the others up no more
 IDLE = 9  # times as long as an answer took are at least left between two
 PARTS = 8  # of what is left of a limit, divided by the hosts: what one may spend between two questions
 
@@ -46,6 +47,7 @@ class FarCounts:
         self._keys = keys
         self._cells = KeyCells(table, row=-1)
         self._hosts: dict[int, _Heard] = {}
+        self._all_heard = time.monotonic()  # when all hosts had answered
         self._before: _Heard | None = None  # what a process that did this before had heard
 
     async def run(self) -> None:
@@ -58,7 +60,10 @@ class FarCounts:
 
     async def look(self) -> None:
         """Asks all once, at the same time."""
-        answers, second = await self._links.key_counts(), int(time.monotonic())
+        answers, now = await self._links.key_counts(), time.monotonic()
+        if len(answers) == len(self._links.hosts):
+            self._all_heard = now
+        second = int(now)
         if self._before is None:
             self._before = _Heard(second, self._cells.own(second))
         for number, answer in answers:
@@ -67,9 +72,10 @@ class FarCounts:
             except ValueError:
                 continue  # of another version: it counts as it last did
         self._hosts = {number: one for number, one in self._hosts.items() if second - one.second < WINDOW}
-        self._tell(second)
+        self._tell(second, renews=now == self._all_heard or now - self._all_heard >= PATIENCE_SECONDS)
 
-    def _tell(self, second: int) -> None:
+    def _tell(self, second: int, *, renews: bool) -> None:
+        """renews: whether this host may spend another part of what is left."""
         slots = self._cells.open({key.id for key in self._keys()}, second)
         keys = sorted((key for key in self._keys() if key.id in slots), key=lambda key: key.id)
         ids = np.array([key.id for key in keys], np.int64)
@@ -77,7 +83,7 @@ class FarCounts:
         used = (far + _found(self._cells.here(second), ids)).sum(-1)
         most = (np.array([_limits(key) for key in keys], np.int64).reshape(-1, len(Unit)) - used).clip(0)
         most //= PARTS * (1 + len(self._links.hosts))
-        self._cells.put([slots[key.id] for key in keys], far, most, second)
+        self._cells.put([slots[key.id] for key in keys], far, most if renews else None, second)
 
     def _far(self, ids: Int64Array, second: int) -> Int64Array:
         """[ids, 2, WINDOW]: what other hosts have counted."""

@@ -59,7 +59,7 @@ class Pace(IntEnum):
 
 
 assert 2 * RING + len(Sum) <= KEY_WIDTH
-FRESH_SECONDS = 2  # for which a pace holds: hosts that hear nothing of each other count apart
+FRESH_SECONDS = 5  # for which a pace holds; without a process that renews it a host counts apart
 
 
 Places = tuple[Int64Array, Int64Array]
@@ -200,17 +200,19 @@ class KeyCells:
             windows[np.searchsorted(ids, own)] += counts
         return KeyCounts(ids, windows)
 
-    def put(self, slots: Sequence[Slot], windows: Int64Array, most: Int64Array, second: int) -> None:
+    def put(self, slots: Sequence[Slot], windows: Int64Array, most: Int64Array | None, second: int) -> None:
         """Replaces all counts of these slots, and their paces. For the view of other hosts' row.
 
         slots: ascending by id. windows: [slots, 2, WINDOW], as window(). most: [slots, 2], what this host may spend
-        from now on.
+        from now on; None: what is left of what it might.
         """
         numbers, ids = np.array(slots, np.int64).reshape(-1, 2).T
         seconds = second - np.arange(WINDOW)
         rings = np.zeros((len(slots), len(Unit), RING), np.int64)
         rings[..., seconds % RING] = (seconds & STAMPS) << COUNT_BITS | windows.clip(0, MOST)
         self._own_rings[numbers] = rings
+        if most is None:
+            return
         sums = self.all_sums(ids)[:, [Sum.REQUESTS, Sum.TOKENS]]
         stamp = np.full((len(slots), 1), second)
         self._own_sums[numbers, : len(Pace)] = np.concatenate((stamp, most, sums), axis=1)

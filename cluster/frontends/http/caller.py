@@ -5,6 +5,7 @@ from typing import TypeVar
 
 from tandem.cluster.frontends.http.reply import Receive, Scope
 from tandem.cluster.protocol import CLIENT_ID_KEY
+from tandem.cluster.requests.origin import current_origin
 from tandem.workers.event_loop import unwatched
 from tandem.workers.ports.authentication import HEADER
 
@@ -27,7 +28,10 @@ def credentials_of(scope: Scope) -> list[str]:
 
 
 def client_of(scope: Scope) -> str:
-    """Whose request it is: what the header client-id says, else the host it comes from."""
+    """Whose request it is: that of its key, else of what the header client-id says, else of the host it comes from."""
+    access = current_origin.get().access
+    if access.name:
+        return f"key:{access.name}"
     given = header(scope, CLIENT_ID_KEY)
     return f"id:{given[0]}" if given and given[0] else f"http:{host_of(scope)}"
 

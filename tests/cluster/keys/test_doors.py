@@ -44,6 +44,7 @@ class Keyed:
 
     opened: OpenGateway
     file: Path
+    model: Path
     count: int = 0
 
     def use(self, **fields: Any) -> str:
@@ -87,9 +88,17 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
     file = folder / "keys.yaml"
     file.write_text("keys: []")
     model = make_scripted(folder / "model")
-    options = {"security.keys_file": str(file), "security.api_key": TOKEN, "model.served_model_name": ["base", "b"]}
+    options = {
+        "security.keys_file": str(file),
+        "security.api_key": TOKEN,
+        "model.served_model_name": ["base", "b"],
+        "logging.access": True,
+        "gateway.queue_seconds": 0.5,
+        "embeddings.score_template": "{query} {document}",
+        "embeddings.score_tokens": ["a", "b"],
+    }
     with open_gateway(model, options, say=never_ends, stop_token=LAST, max_model_len=1024) as opened:
-        yield Keyed(opened, file)
+        yield Keyed(opened, file, model)
 
 
 def test_a_key_opens_the_doors_of_inference(keyed: Keyed) -> None:
@@ -332,6 +341,64 @@ def test_priorities_stay_within_a_keys_bounds(keyed: Keyed) -> None:
         assert keyed.post(COMPLETIONS, {**BODY, **tier}, key).status_code == 200
     assert keyed.opened.worker.priorities == [3, 3, 7]
     assert keyed.metric("tandem:key_refused_total", key=keyed.name, reason="priority") == 4
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/score"])
+def test_prompts_that_nobody_decodes_count(keyed: Keyed, path: str) -> None:
+    body: dict[str, Any] = {"input": [PROMPT, PROMPT]} if path == "/v1/embeddings" else {"text_1": "x", "text_2": "y"}
+    key = keyed.use(tokens_per_minute=100, priority={"lowest": 2, "highest": 4})
+    keyed.opened.worker.width = json.loads((keyed.model / "config.json").read_text())["hidden_size"]
+    used = keyed.post(path, body, key).json()["usage"]["prompt_tokens"]
+    assert keyed.opened.worker.priorities[-1] == 2
+    assert "2 … 4 are accepted" in keyed.post(path, {**body, "priority": 5}, key).json()["error"]["message"]
+    refused = keyed.post(COMPLETIONS, {**BODY, "max_tokens": 97}, key)
+    assert refused.headers["x-ratelimit-remaining-tokens"] == str(100 - used)
+    large = {"input": [[5] * 60, [6] * 60]} if path == "/v1/embeddings" else {"text_1": "x" * 400, "text_2": "y"}
+    assert "no request may need more" in keyed.post(path, large, key).text
+    once = keyed.use(requests_per_minute=1)
+    assert [keyed.post(path, body, once).status_code for _ in range(2)] == [200, 429]
+
+
+def test_requests_that_tokenize_count(keyed: Keyed) -> None:
+    key = keyed.use(requests_per_minute=2)
+    calls = [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]}), ("/tokenize", {"prompt": "a"})]
+    assert [keyed.post(path, body, key).status_code for path, body in calls] == [200, 200, 429]
+
+
+def test_what_no_worker_took_does_not_count(keyed: Keyed) -> None:
+    key = keyed.use(requests_per_minute=1, tokens_per_minute=100)
+    keyed.opened.worker.fails["PrepareReceive"] = ["RESOURCE_EXHAUSTED"] * 1000
+    assert keyed.post(COMPLETIONS, BODY, key).status_code == 504
+    keyed.opened.worker.fails.clear()
+    assert [keyed.post(COMPLETIONS, BODY, key).status_code for _ in range(2)] == [200, 429]
+
+
+def test_a_call_that_its_client_ends_counts_without_tokens(keyed: Keyed) -> None:
+    key = keyed.use(requests_per_minute=1, tokens_per_minute=100)
+    keyed.opened.worker.fails["PrepareReceive"] = ["RESOURCE_EXHAUSTED"] * 1000
+    call = authorized(inference_pb2_grpc.InferenceStub(keyed.channel), key).Generate(
+        inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=PROMPT)), timeout=10
+    )
+    wait_for(lambda: keyed.opened.running == 1)
+    call.cancel()
+    wait_for(lambda: keyed.opened.running == 0)
+    keyed.opened.worker.fails.clear()
+    refused = keyed.post(COMPLETIONS, BODY, key)
+    assert (refused.status_code, refused.headers["x-ratelimit-remaining-tokens"]) == (429, "100")
+
+
+def test_a_key_is_a_client(keyed: Keyed, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever it says of itself. Keys take turns, not ids."""
+    caplog.set_level("INFO", "tandem.cluster.tracing.access_log")
+    key = keyed.use()
+    keyed.post(COMPLETIONS, BODY, key, **{"client-id": "somebody else"})
+    keyed.post(COMPLETIONS, BODY, TOKEN, **{"client-id": "somebody else"})
+    wait_for(lambda: len([one for one in caplog.records if one.message == "request"]) == 2)
+    lines = [one.fields for one in caplog.records if one.message == "request"]  # type: ignore[attr-defined]
+    assert [(one["client"], one["key"]) for one in lines] == [
+        (f"key:{keyed.name}", keyed.name),
+        ("id:somebody else", ""),
+    ]
 
 
 def test_ids_of_unlike_keys_do_not_meet(keyed: Keyed) -> None:

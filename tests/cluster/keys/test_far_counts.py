@@ -155,9 +155,31 @@ def test_a_host_that_hears_nothing_serves_on() -> None:
         here.meters[0].count(KEY, 10)
         with pytest.raises(Paced):
             here.meters[1].count(KEY, 9000)
-        clock = time.monotonic() + 4
+        clock = time.monotonic() + 8
         meter = Meter(here.cells[1], here.meters[1]._slot, lambda: clock)
         meter.count(KEY, 9000)
+
+    run(test, Host(1), Host(2))
+
+
+def test_a_host_that_does_not_answer_holds_others_up_for_a_second() -> None:
+    async def test(here: Host, there: Host) -> None:
+        await here.far.look()
+        await there.server.stop()
+        here.meters[0].count(KEY, 10)
+        begun, paced = time.monotonic(), 0
+        while True:
+            await here.far.look()
+            try:
+                here.meters[1].count(KEY, 700)
+            except Paced:
+                paced += 1
+                assert time.monotonic() - begun < 10
+                await asyncio.sleep(0.05)
+            else:
+                break
+        assert paced
+        assert time.monotonic() - begun >= 0.9
 
     run(test, Host(1), Host(2))
 

@@ -26,15 +26,15 @@ from tandem.proto import admin_pb2 as tandem_dot_proto_dot_admin__pb2
 from tandem.proto import inference_pb2 as tandem_dot_proto_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/proto/peer.proto\x12\ttandem.v1\x1a\x18tandem/proto/admin.proto\x1a\x1ctandem/proto/inference.proto\"f\n\x0c\x43laimRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07resumes\x18\x02 \x01(\x08\x12\r\n\x05stamp\x18\x03 \x01(\x03\x12\x12\n\nwhole_host\x18\x04 \x01(\x08\x12\x0e\n\x06origin\x18\x05 \x01(\x04\"9\n\rClaimResponse\x12(\n\x07outcome\x18\x01 \x01(\x0e\x32\x17.tandem.v1.ClaimOutcome\" \n\x0eGiveWayRequest\x12\x0e\n\x06\x63lient\x18\x01 \x01(\r\"#\n\x0fGiveWayResponse\x12\x10\n\x08gave_way\x18\x01 \x01(\x08\"\x14\n\x12GetGatewaysRequest\"F\n\x13GetGatewaysResponse\x12/\n\x08gateways\x18\x01 \x03(\x0b\x32\x1d.tandem.v1.GatewayProcessInfo\"\x12\n\x10GetPlacedRequest\"2\n\x11GetPlacedResponse\x12\r\n\x05\x63\x65lls\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\x12\"\x15\n\x13GetKeyCountsRequest\"B\n\x14GetKeyCountsResponse\x12\x0b\n\x03ids\x18\x01 \x03(\x06\x12\r\n\x05\x63\x65lls\x18\x02 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x03 \x01(\x0c*}\n\x0c\x43laimOutcome\x12\x1d\n\x19\x43LAIM_OUTCOME_UNSPECIFIED\x10\x00\x12\x16\n\x12\x43LAIM_OUTCOME_FREE\x10\x01\x12\x18\n\x14\x43LAIM_OUTCOME_IN_USE\x10\x02\x12\x1c\n\x18\x43LAIM_OUTCOME_SUPERSEDED\x10\x03\x32\xb0\x03\n\x04Peer\x12:\n\x05\x43laim\x12\x17.tandem.v1.ClaimRequest\x1a\x18.tandem.v1.ClaimResponse\x12@\n\x07GiveWay\x12\x19.tandem.v1.GiveWayRequest\x1a\x1a.tandem.v1.GiveWayResponse\x12\x43\n\x08GetTrace\x12\x1a.tandem.v1.GetTraceRequest\x1a\x1b.tandem.v1.GetTraceResponse\x12\x46\n\tGetPlaced\x12\x1b.tandem.v1.GetPlacedRequest\x1a\x1c.tandem.v1.GetPlacedResponse\x12O\n\x0cGetKeyCounts\x12\x1e.tandem.v1.GetKeyCountsRequest\x1a\x1f.tandem.v1.GetKeyCountsResponse\x12L\n\x0bGetGateways\x12\x1d.tandem.v1.GetGatewaysRequest\x1a\x1e.tandem.v1.GetGatewaysResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/proto/peer.proto\x12\ttandem.v1\x1a\x18tandem/proto/admin.proto\x1a\x1ctandem/proto/inference.proto\"f\n\x0c\x43laimRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07resumes\x18\x02 \x01(\x08\x12\r\n\x05stamp\x18\x03 \x01(\x03\x12\x12\n\nwhole_host\x18\x04 \x01(\x08\x12\x0e\n\x06origin\x18\x05 \x01(\x04\"9\n\rClaimResponse\x12(\n\x07outcome\x18\x01 \x01(\x0e\x32\x17.tandem.v1.ClaimOutcome\" \n\x0eGiveWayRequest\x12\x0e\n\x06\x63lient\x18\x01 \x01(\r\"#\n\x0fGiveWayResponse\x12\x10\n\x08gave_way\x18\x01 \x01(\x08\"\x14\n\x12GetGatewaysRequest\"F\n\x13GetGatewaysResponse\x12/\n\x08gateways\x18\x01 \x03(\x0b\x32\x1d.tandem.v1.GatewayProcessInfo\"\x12\n\x10GetPlacedRequest\"2\n\x11GetPlacedResponse\x12\r\n\x05\x63\x65lls\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\x12\"\x15\n\x13GetKeyCountsRequest\"Q\n\x14GetKeyCountsResponse\x12\x0b\n\x03ids\x18\x01 \x03(\x06\x12\r\n\x05\x63\x65lls\x18\x02 \x01(\x0c\x12\x0e\n\x06\x63ounts\x18\x03 \x01(\x0c\x12\r\n\x05table\x18\x04 \x01(\x04*}\n\x0c\x43laimOutcome\x12\x1d\n\x19\x43LAIM_OUTCOME_UNSPECIFIED\x10\x00\x12\x16\n\x12\x43LAIM_OUTCOME_FREE\x10\x01\x12\x18\n\x14\x43LAIM_OUTCOME_IN_USE\x10\x02\x12\x1c\n\x18\x43LAIM_OUTCOME_SUPERSEDED\x10\x03\x32\xb0\x03\n\x04Peer\x12:\n\x05\x43laim\x12\x17.tandem.v1.ClaimRequest\x1a\x18.tandem.v1.ClaimResponse\x12@\n\x07GiveWay\x12\x19.tandem.v1.GiveWayRequest\x1a\x1a.tandem.v1.GiveWayResponse\x12\x43\n\x08GetTrace\x12\x1a.tandem.v1.GetTraceRequest\x1a\x1b.tandem.v1.GetTraceResponse\x12\x46\n\tGetPlaced\x12\x1b.tandem.v1.GetPlacedRequest\x1a\x1c.tandem.v1.GetPlacedResponse\x12O\n\x0cGetKeyCounts\x12\x1e.tandem.v1.GetKeyCountsRequest\x1a\x1f.tandem.v1.GetKeyCountsResponse\x12L\n\x0bGetGateways\x12\x1d.tandem.v1.GetGatewaysRequest\x1a\x1e.tandem.v1.GetGatewaysResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.proto.peer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_CLAIMOUTCOME']._serialized_start=585
-  _globals['_CLAIMOUTCOME']._serialized_end=710
+  _globals['_CLAIMOUTCOME']._serialized_start=600
+  _globals['_CLAIMOUTCOME']._serialized_end=725
   _globals['_CLAIMREQUEST']._serialized_start=94
   _globals['_CLAIMREQUEST']._serialized_end=196
   _globals['_CLAIMRESPONSE']._serialized_start=198
@@ -54,7 +54,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETKEYCOUNTSREQUEST']._serialized_start=494
   _globals['_GETKEYCOUNTSREQUEST']._serialized_end=515
   _globals['_GETKEYCOUNTSRESPONSE']._serialized_start=517
-  _globals['_GETKEYCOUNTSRESPONSE']._serialized_end=583
-  _globals['_PEER']._serialized_start=713
-  _globals['_PEER']._serialized_end=1145
+  _globals['_GETKEYCOUNTSRESPONSE']._serialized_end=598
+  _globals['_PEER']._serialized_start=728
+  _globals['_PEER']._serialized_end=1160
 # @@protoc_insertion_point(module_scope)

@@ -79,11 +79,13 @@ class GetKeyCountsRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetKeyCountsResponse(_message.Message):
-    __slots__ = ("ids", "cells", "counts")
+    __slots__ = ("ids", "cells", "counts", "table")
     IDS_FIELD_NUMBER: _ClassVar[int]
     CELLS_FIELD_NUMBER: _ClassVar[int]
     COUNTS_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
     ids: _containers.RepeatedScalarFieldContainer[int]
     cells: bytes
     counts: bytes
-    def __init__(self, ids: _Optional[_Iterable[int]] = ..., cells: _Optional[bytes] = ..., counts: _Optional[bytes] = ...) -> None: ...
+    table: int
+    def __init__(self, ids: _Optional[_Iterable[int]] = ..., cells: _Optional[bytes] = ..., counts: _Optional[bytes] = ..., table: _Optional[int] = ...) -> None: ...

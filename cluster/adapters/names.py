@@ -11,7 +11,7 @@ Allows = Callable[[str], bool]
 
 
 def anything(name: str) -> bool:
-    """Of a caller who may use all names."""
+    """Allows all names."""
     return True
 
 

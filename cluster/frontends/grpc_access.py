@@ -1,4 +1,4 @@
-"""Who may call which method of the gateway over gRPC."""
+"""Admits calls to the gateway's methods over gRPC."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any

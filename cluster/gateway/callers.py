@@ -1,4 +1,4 @@
-"""Who may call a gateway process: the operator's token, and the keys of the file."""
+"""Knows a gateway process's callers: by the operator's token, and by the keys of the file."""
 
 from collections.abc import Coroutine
 from typing import Any

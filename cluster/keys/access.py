@@ -1,6 +1,5 @@
-"""Who calls, and what they may do: everything, or what a key allows."""
+"""The rights of a call: an operator may do everything, others what their key allows."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tandem.cluster.errors import Forbidden, InvalidRequest
@@ -14,7 +13,7 @@ OPEN_PART = 4  # this part of what its key has left in the minute, if that is mo
 
 
 class Access:
-    """An operator's, or anybody's where no token is asked for: no limits."""
+    """The rights of an operator, and of everybody where no token is asked for: no limits."""
 
     name = ""
     """of the key; empty without one"""
@@ -23,7 +22,7 @@ class Access:
         """Forbidden where only operators may call it. what: the route, as an error names it."""
 
     def scoped(self, request_id: str) -> str:
-        """By which the gateway knows a request of the caller: callers of unlike keys meet in no id."""
+        """The id by which the gateway knows a request of the caller: callers of unlike keys meet in no id."""
         return request_id
 
     def allows(self, model: str) -> bool:
@@ -38,7 +37,7 @@ class Access:
         """RateLimited where no request can pass now. Costs less than to read one."""
 
     def most_open(self, prompt: int, output: int) -> int:
-        """As many tokens of output as a request may have that does not say how long it may be. output: what it may have
+        """The most tokens of output for a request that does not say how long it may be. output: what it may have
         without a key."""
         return output
 
@@ -58,7 +57,7 @@ OPERATOR = Access()
 
 @dataclass(frozen=True)
 class KeyAccess(Access):
-    """What the holder of a key may do, as the keys file said when the call came."""
+    """The rights of a key, as the keys file said when the call came."""
 
     key: Key
     meter: Meter
@@ -114,8 +113,3 @@ def _too_large(key: Key, prompt: int, output: int) -> str:
 
 def _within(number: int, first: int, last: int) -> int:
     return max(first, min(number, last))
-
-
-def shown_models(names: Sequence[str], access: Access) -> tuple[str, ...]:
-    """Those of the names that the caller may use."""
-    return tuple(name for name in names if access.allows(name))

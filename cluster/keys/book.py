@@ -59,7 +59,7 @@ class KeyBook:
         return [access.key for access in (self._keys or {}).values()]
 
     def counts(self) -> KeyCounts:
-        """What keys have used on this host."""
+        """The counts of keys on this host."""
         return self._cells.here(int(time.monotonic()))
 
     def find(self, credentials: Sequence[object]) -> Access | None:
@@ -76,7 +76,7 @@ class KeyBook:
         return self._keys.get(digest_of(shown[len(BEARER) :]))
 
     def sums(self) -> dict[str, Int64Array]:
-        """What this host's processes have counted of each key, by its name: int64 [len(Sum)]."""
+        """The sums of this host's processes, int64 [len(Sum)], by the names of keys."""
         keys = sorted(self.all(), key=lambda key: key.id)
         sums = self._cells.all_sums(np.array([key.id for key in keys], np.int64))
         return dict(zip((key.name for key in keys), sums, strict=True))

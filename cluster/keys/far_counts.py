@@ -1,4 +1,4 @@
-"""What callers' keys have used on other hosts, for the limits of this one."""
+"""Counts of callers' keys on other hosts, for the limits of this one."""
 
 import asyncio
 import time
@@ -16,10 +16,8 @@ from tandem.cluster.peers.table import GatewayTable
 
 PERIOD_SECONDS = 0.1  # between two questions
 PATIENCE_SECONDS = 1.0  # after which a host that does not answer holds the others up no more
-IDLE = 9  # times as long as an answer took are at least left between two
+IDLE = 9  # times as long as the event loop was held by the answers are at least left between two
 PARTS = 8  # of what is left of a limit, divided by the hosts: what one may spend between two questions
-
-
 NO_LIMIT = 1 << 50
 
 
@@ -46,20 +44,20 @@ class FarCounts:
         self._links = links
         self._keys = keys
         self._cells = KeyCells(table, row=-1)
-        self._hosts: dict[int, _Heard] = {}
+        self._hosts: dict[tuple[int, int], _Heard] = {}  # by the numbers of hosts and their tables
         self._all_heard = time.monotonic()  # when all hosts had answered
         self._before: _Heard | None = None  # what a process that did this before had heard
 
     async def run(self) -> None:
         """Until it is cancelled."""
         while True:
-            begun = time.monotonic()
+            held = 0.0
             if not any(other < self._table.process for other in self._table.others()):
-                await self.look()
-            await asyncio.sleep(max(PERIOD_SECONDS, IDLE * (time.monotonic() - begun)))
+                held = await self.look()
+            await asyncio.sleep(max(PERIOD_SECONDS, IDLE * held))
 
-    async def look(self) -> None:
-        """Asks all once, at the same time."""
+    async def look(self) -> float:
+        """Asks all once, at the same time. Returns for how many seconds the answers have held the event loop."""
         answers, now = await self._links.key_counts(), time.monotonic()
         if len(answers) == len(self._links.hosts):
             self._all_heard = now
@@ -68,11 +66,14 @@ class FarCounts:
             self._before = _Heard(second, self._cells.own(second))
         for number, answer in answers:
             try:
-                self._hosts[number] = _Heard(second, KeyCounts.from_proto(answer, len(Unit), WINDOW))
+                # A host that has lost its table begins anew: what it had counted before still counts here.
+                counts = KeyCounts.from_proto(answer, len(Unit), WINDOW)
+                self._hosts[number, counts.table] = _Heard(second, counts)
             except ValueError:
                 continue  # of another version: it counts as it last did
-        self._hosts = {number: one for number, one in self._hosts.items() if second - one.second < WINDOW}
+        self._hosts = {host: one for host, one in self._hosts.items() if second - one.second < WINDOW}
         self._tell(second, renews=now == self._all_heard or now - self._all_heard >= PATIENCE_SECONDS)
+        return time.monotonic() - now
 
     def _tell(self, second: int, *, renews: bool) -> None:
         """renews: whether this host may spend another part of what is left."""
@@ -95,7 +96,7 @@ class FarCounts:
 
 
 def _limits(key: Key) -> list[int]:
-    """Much where there is none."""
+    """Requests and tokens of a minute, NO_LIMIT where the key has no limit."""
     return [NO_LIMIT if one is None else one for one in (key.requests_per_minute, key.tokens_per_minute)]
 
 
@@ -108,7 +109,7 @@ def _found(counts: KeyCounts, ids: Int64Array) -> Int64Array:
 
 
 def _aged(heard: _Heard, second: int) -> KeyCounts:
-    """As they are by now."""
+    """The counts, as old as they are by now."""
     late = min(WINDOW, second - heard.second)
     windows = np.zeros_like(heard.counts.windows)
     windows[..., late:] = heard.counts.windows[..., : WINDOW - late]

@@ -34,5 +34,5 @@ class Key:
 
 
 def digest_of(key: str) -> bytes:
-    """What the file has of a key: the SHA-256 of its bytes."""
+    """The SHA-256 of a key, which the file has in its place."""
     return sha256(key.encode("utf-8", "surrogatepass")).digest()

@@ -1,4 +1,4 @@
-"""What keys have used, in the gateway's table: each process writes a row of its own, and reads all of them.
+"""The counts of keys in the gateway's table: each process writes a row of its own, and reads all of them.
 
     row     changes   ids, 1 a slot      slot 0: requests of 64 seconds, tokens of 64 seconds, sums     slot 1 …
 
@@ -14,7 +14,7 @@ import numpy as np
 
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cluster.peers.key_counts import KeyCounts
-from tandem.cluster.peers.table import KEY_SLOTS, KEY_WIDTH, GatewayTable
+from tandem.cluster.peers.table import KEY_SLOTS, KEY_TABLE, KEY_WIDTH, GatewayTable
 
 RING = 64  # seconds that a slot has cells for
 WINDOW = 61  # seconds that count, the one that has just begun included: they hold any 60 s
@@ -27,14 +27,14 @@ POSITIONS = np.arange(RING, dtype=np.int64)
 
 
 class Unit(IntEnum):
-    """What is limited."""
+    """The two things that a key has limits of."""
 
     REQUESTS = 0
     TOKENS = 1
 
 
 class Sum(IntEnum):
-    """What is summed for metrics."""
+    """The sums that metrics report."""
 
     REQUESTS = 0
     TOKENS = auto()  # that were counted at first
@@ -49,7 +49,8 @@ class Sum(IntEnum):
 
 
 class Pace(IntEnum):
-    """What other hosts' row has in place of sums: how much this host may spend until it has heard of them again."""
+    """The numbers that other hosts' row has in place of sums: how much this host may spend until it hears of them
+    again."""
 
     SECOND = 0  # in which it last heard of them
     MOST_REQUESTS = auto()
@@ -60,7 +61,6 @@ class Pace(IntEnum):
 
 assert 2 * RING + len(Sum) <= KEY_WIDTH
 FRESH_SECONDS = 5  # for which a pace holds; without a process that renews it a host counts apart
-
 
 Places = tuple[Int64Array, Int64Array]
 """Rows, and a slot in each."""
@@ -80,6 +80,7 @@ class KeyCells:
         """row: that is written; None: the process's own, -1: that of other hosts."""
         rows = table.keys
         self._fence = table.fence
+        self._table = int(rows[-1, KEY_TABLE])
         self._changes, self._ids = rows[:, 0], rows[:, HEAD : HEAD + KEY_SLOTS]
         slots = rows[:, HEAD + KEY_SLOTS :].reshape(len(rows), KEY_SLOTS, KEY_WIDTH)
         self._rings = slots[:, :, : 2 * RING].reshape(len(rows), KEY_SLOTS, 2, RING)
@@ -117,7 +118,7 @@ class KeyCells:
         self._own_ids[number] = key_id
 
     def tidy(self, second: int) -> None:
-        """Empties cells that count no more. For now and then, before a cell's second comes around again."""
+        """Empties cells that count no more. It has to be called before a cell's second comes around again."""
         taken = np.flatnonzero(self._own_ids)
         rings = self._own_rings[taken]
         self._own_rings[taken] = np.where(_live(rings, second) > 0, rings, 0)
@@ -162,6 +163,7 @@ class KeyCells:
             ring[position] = stamp << COUNT_BITS | max(0, (cell & MOST) - amount)
 
     def sum(self, slot: Slot, one: Sum, amount: int = 1) -> None:
+        """Adds to a sum, unless the slot is another key's by now."""
         if self._own_ids[slot.number] == slot.id:
             self._own_sums[slot.number, one] += amount
 
@@ -180,11 +182,11 @@ class KeyCells:
         return totals
 
     def here(self, second: int) -> KeyCounts:
-        """What this host's processes have counted."""
+        """All that this host's processes have counted in the last minute."""
         return self._counted(range(len(self._ids) - 1), second)
 
     def own(self, second: int) -> KeyCounts:
-        """What the row of this view has."""
+        """All that the row of this view has counted in the last minute."""
         return self._counted([self._row], second)
 
     def _counted(self, rows: Sequence[int], second: int) -> KeyCounts:
@@ -198,10 +200,10 @@ class KeyCells:
         windows = np.zeros((len(ids), len(Unit), WINDOW), np.int64)
         for own, counts in found:  # a row has an id once, so none is written twice at a time
             windows[np.searchsorted(ids, own)] += counts
-        return KeyCounts(ids, windows)
+        return KeyCounts(ids, windows, self._table)
 
     def put(self, slots: Sequence[Slot], windows: Int64Array, most: Int64Array | None, second: int) -> None:
-        """Replaces all counts of these slots, and their paces. For the view of other hosts' row.
+        """Replaces all counts of these slots, and their paces. Only the view of other hosts' row may.
 
         slots: ascending by id. windows: [slots, 2, WINDOW], as window(). most: [slots, 2], what this host may spend
         from now on; None: what is left of what it might.

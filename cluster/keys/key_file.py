@@ -177,7 +177,7 @@ class _Open:
         self._names: set[str] = set()
 
     def take(self, event: yaml.NodeEvent) -> str:
-        """What is wrong with the next node; empty for nothing."""
+        """Takes the next node. Returns a complaint, empty if nothing is wrong."""
         said = ""
         if self._is_mapping and self._is_name and isinstance(event, yaml.ScalarEvent):
             said = f"{event.value!r:.80} comes twice in one mapping" if event.value in self._names else ""

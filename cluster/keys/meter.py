@@ -21,7 +21,7 @@ class Paced(RateLimited):
 
 
 class Meter:
-    """Of one key in one gateway process. Owned by its event loop.
+    """Counts for one key in one gateway process. Owned by its event loop.
 
     A request counts before this looks at what all have counted, and is taken back where that is too much. So of two
     processes that admit at a time one sees the other, and together they never admit too much. Another host's counts
@@ -98,7 +98,7 @@ class Meter:
 
 
 class Charge:
-    """What one request has counted. Settled once, at its end."""
+    """The count of one request. It is settled once, at the request's end."""
 
     def __init__(self, meter: Meter, second: int, tokens: int) -> None:
         self._meter = meter

@@ -1,4 +1,4 @@
-"""What callers' keys have used, for a scrape. A key has its series while the keys file has its name."""
+"""Counters of callers' keys, for a scrape. A key has its series while the keys file has its name."""
 
 from collections.abc import Mapping
 

@@ -142,5 +142,5 @@ def superseded(request_id: str) -> Superseded:
 
 
 def _given(request_id: str) -> str:
-    """As its client knows it."""
+    """The id as its client knows it."""
     return request_id.partition(SCOPE)[0]

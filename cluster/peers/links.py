@@ -20,7 +20,7 @@ TRACE_SECONDS = 2.0  # for each process that is asked
 GIVE_WAY_SECONDS = 1.0  # for each process that is asked
 GATEWAYS_SECONDS = 2.0  # for each host
 PLACED_SECONDS = 1.0  # for each host
-KEYS_SECONDS = 1.0  # for each host
+KEYS_SECONDS = 0.5  # for each host
 OPTIONS = [("grpc.enable_http_proxy", 0), ("grpc.max_reconnect_backoff_ms", 1000)]
 
 
@@ -119,7 +119,7 @@ class PeerLinks:
         return [(np.array(one.cells, np.int64), np.array(one.tokens, np.int64)) for one in found]
 
     async def key_counts(self) -> list[tuple[int, peer_pb2.GetKeyCountsResponse]]:
-        """What callers' keys have used on each other host, if it answers, by its number."""
+        """The counts of callers' keys on each other host, if it answers, by its number."""
         request, hosts = peer_pb2.GetKeyCountsRequest(), self.hosts
         asked = (self._first(host, lambda stub: stub.GetKeyCounts(request, timeout=KEYS_SECONDS)) for host in hosts)
         answers = zip(hosts, await asyncio.gather(*asked), strict=True)

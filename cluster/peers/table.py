@@ -13,6 +13,7 @@ and those of keys stay: the next process of that row goes on counting, so that n
 import fcntl
 import mmap
 import os
+import secrets
 from collections.abc import Sequence
 from enum import IntEnum, auto
 from hashlib import blake2b
@@ -33,6 +34,8 @@ KEY_SLOTS = 1 << 11  # keys of a process: those of the file, and those that were
 KEY_WIDTH = 144  # cells of a key
 # Of a process and those that follow it. Memory that nobody touches is not taken.
 KEY_CELLS = 8 + KEY_SLOTS * (1 + KEY_WIDTH)
+
+KEY_TABLE = 1  # the cell of the last of these rows that has the table's own random number
 
 
 class Column(IntEnum):
@@ -128,7 +131,7 @@ class GatewayTable:
         self.fence()
 
     def fence(self) -> None:
-        """What this process has written is seen by others before it reads on."""
+        """Lets others see all that this process has written before it reads on."""
         with self._fence:  # taking a lock is a full memory barrier
             pass
 
@@ -206,6 +209,7 @@ class GatewayFile:
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
         self.table = GatewayTable(mmap.mmap(self._fd, num_bytes), processes, num_islands)
+        self.table.keys[-1, KEY_TABLE] = secrets.randbits(62)
 
     def close(self) -> None:
         """Who has it open keeps it. Idempotent."""

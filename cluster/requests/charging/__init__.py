@@ -1,1 +1,1 @@
-"""What requests count against the limits of their callers' keys."""
+"""Counts requests against the limits of their callers' keys."""

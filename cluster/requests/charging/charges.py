@@ -1,4 +1,4 @@
-"""What a request counts against the limits of its caller's key."""
+"""Counts a request against the limits of its caller's key."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Generator
@@ -16,7 +16,7 @@ PACED_LOOKS = 40
 
 
 class RequestCharge:
-    """Of one request that generates. Without a key nothing counts."""
+    """The count of one request that generates. Without a key nothing counts."""
 
     def __init__(self, access: Access, request: ValidRequest, *, is_open: bool) -> None:
         """is_open: its client does not say how long it may be."""
@@ -74,7 +74,7 @@ def _shortened(access: Access, prompt: int, request: ValidRequest) -> ValidReque
 
 
 async def admitted(access: Access, prompt: int, output: int) -> Charge | None:
-    """As Access.admit(). It waits where this host has to hear first what others have spent."""
+    """Counts a request, see Access.admit(). It waits where this host has to hear first what others have spent."""
     refusal = RateLimited("")
     for _ in range(PACED_LOOKS):
         try:

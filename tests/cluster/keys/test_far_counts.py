@@ -108,6 +108,23 @@ def test_what_a_lost_host_has_used_counts_until_it_is_a_minute_old(monkeypatch: 
     run(test, Host(1), Host(2))
 
 
+def test_what_a_host_has_used_outlasts_its_table() -> None:
+    async def test(here: Host, there: Host) -> None:
+        there.meters[0].count(KEY, 100)
+        await here.far.look()
+        again = Host(2)
+        again.cells[0]._table = 7  # as GatewayFile gives each table a number
+        there.cells[0] = again.cells[0]
+        await here.far.look()
+        assert here.left() == [199, 9900]
+        again.meters[0].count(KEY, 50)
+        await here.far.look()
+        assert here.left() == [198, 9850]
+        await again.links.close()
+
+    run(test, Host(1), Host(2))
+
+
 def test_hosts_with_unlike_files_do_not_disturb_each_other() -> None:
     stranger = Key("stranger", b"c" * 32)
 

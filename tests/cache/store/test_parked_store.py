@@ -64,9 +64,7 @@ def test_a_second_store_has_the_copies_of_the_first() -> None:
     pools = pools_of(PLAIN, 4)
     cache = cache_of(SETTINGS["two groups"], pools, PeerWriter(0, [pools]), 2)
     cache.keep_evicted(HostStore(pools, [4, 4]))
-    with pytest.raises(
-        InvalidArgument, match="it must have those of the store of keep_evicted"
-    ):
+    with pytest.raises(InvalidArgument, match="it must have those of the store of keep_evicted"):
         cache.keep_parked(ParkedStore(pools, [4, 4]))
 
 

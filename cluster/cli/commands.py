@@ -21,7 +21,7 @@ from tandem.cluster.cli.adapters.commands import app as adapter_app
 from tandem.cluster.cli.batch.command import batch
 from tandem.cluster.cli.bench import app as bench_app
 from tandem.cluster.cli.doctor.command import doctor
-from tandem.cluster.cli.options import ApiKey, AsJson, TlsCa, TlsCert, TlsKey, TokenFile
+from tandem.cluster.cli.options import ApiKey, AsJson, Gateway, calls_gateway
 from tandem.cluster.cli.replay import replay
 from tandem.cluster.cli.vllm_flags import check_words
 from tandem.cluster.errors import (
@@ -52,10 +52,6 @@ if TYPE_CHECKING:
 else:
     Family = Literal[(*ARCHITECTURES,)]
 OWN_FLAGS = ("--api-key",)  # which `up` has, as `vllm serve` does
-Address = Annotated[
-    str | None,
-    typer.Option(help="Calls the gateway at HOST:PORT, or several with commas. Default: the running cluster."),
-]
 
 
 def _print_version(asked: bool) -> None:
@@ -167,6 +163,7 @@ def down(
 
 
 @app.command()
+@calls_gateway
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="Gives the prompt; - or nothing reads it from stdin.")] = None,
     file: Annotated[Path | None, typer.Option(help="Reads the prompt from a file.")] = None,
@@ -198,11 +195,8 @@ def generate(
     request_id: Annotated[str | None, typer.Option(help="Names the request. Default: a name of the gateway's.")] = None,
     cache_salt: Annotated[str, typer.Option(help="Shares cached prefixes only with requests of the same salt.")] = "",
     timeout: Annotated[float, typer.Option(min=0, help="Gives up after this many seconds.")] = 600.0,
-    address: Address = None,
-    token_file: TokenFile = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
+    *,
+    gateway: Gateway,
     as_json: AsJson = False,
 ) -> None:
     """Stream the answers to one prompt.
@@ -216,81 +210,74 @@ def generate(
     }
     sampling |= {"model": model} if model else {}
 
-    from tandem.cluster.cli.input import in_own_words, open_client, read_prompt
+    from tandem.cluster.cli.input import in_own_words, read_prompt
     from tandem.cluster.cli.output import print_json, print_stream
 
     wanted = read_prompt(prompt, file, token_ids, chat=chat)
-    with in_own_words(), open_client(address, token_file, tls_ca, tls_cert, tls_key) as client:
+    with in_own_words(), gateway.open() as client:
         updates = client.generate(wanted, request_id=request_id, cache_salt=cache_salt, timeout=timeout, **sampling)
         (print_json if as_json else print_stream)(updates, max(1, n or 1))
 
 
 @app.command()
+@calls_gateway
 def status(
     name: Annotated[str | None, typer.Argument(help="Names the cluster. Default: the one that runs.")] = None,
-    address: Address = None,
-    token_file: TokenFile = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
+    *,
+    gateway: Gateway,
     as_json: AsJson = False,
 ) -> None:
     """Show a cluster's workers, pages, requests and log folder."""
-    from tandem.cluster.cli.input import address_of, logs_at, open_client, running_address
+    from tandem.cluster.cli.input import address_of, logs_at, running_address
     from tandem.cluster.cli.output import print_cluster
 
-    if name is not None and address is not None:
+    if name is not None and gateway.address is not None:
         raise UsageError("give NAME or --address, not both")
-    there = address or (running_address() if name is None else address_of(name))
-    with open_client(there, token_file, tls_ca, tls_cert, tls_key) as client:
+    there = gateway.address or (running_address() if name is None else address_of(name))
+    with gateway.open(there) as client:
         print_cluster(client.cluster_info(), as_json)
     if not as_json and (logs := logs_at(there)):
         print(f"logs in {logs}")
 
 
 @app.command()
+@calls_gateway
 def top(
     name: Annotated[str | None, typer.Argument(help="Names the cluster. Not needed while only one runs.")] = None,
     once: Annotated[bool, typer.Option("--once", help="Shows it once, and exits.")] = False,
     interval: Annotated[
         float, typer.Option(min=0.5, max=3600, help="Waits this many seconds between two views.")
     ] = 1.0,
-    address: Address = None,
-    token_file: TokenFile = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
+    *,
+    gateway: Gateway,
     as_json: AsJson = False,
 ) -> None:
     """Watch a cluster's workers, queues, pages and latencies."""
-    if name is not None and address is not None:
+    if name is not None and gateway.address is not None:
         raise UsageError("give NAME or --address, not both")
 
-    from tandem.cluster.cli.input import address_of, open_client
+    from tandem.cluster.cli.input import address_of
     from tandem.cluster.cli.top import watch
 
-    with open_client(address if name is None else address_of(name), token_file, tls_ca, tls_cert, tls_key) as client:
+    with gateway.open(None if name is None else address_of(name)) as client:
         watch(client, interval, once=once, as_json=as_json)
 
 
 @app.command()
+@calls_gateway
 def trace(
     request_id: Annotated[str, typer.Argument(help="Names the request, by its id or its client's X-Request-Id.")],
     output: Annotated[Path | None, typer.Option(help="Writes this file. Default: stdout.")] = None,
-    address: Address = None,
-    token_file: TokenFile = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
+    *,
+    gateway: Gateway,
 ) -> None:
     """Write a finished request's timeline as Chrome trace JSON.
 
     Perfetto shows it. The cluster must have tracing.keep.
     """
-    from tandem.cluster.cli.input import open_client
     from tandem.cluster.cli.trace import chrome_trace
 
-    with open_client(address, token_file, tls_ca, tls_cert, tls_key) as client:
+    with gateway.open() as client:
         answer = client.trace(request_id)
     if not answer.HasField("trace"):
         raise TandemError(f"request_id is {request_id!r:.160}; no gateway process keeps it (tracing.keep)")
@@ -302,17 +289,15 @@ def trace(
 
 
 @app.command()
+@calls_gateway
 def scale(
     prefill: Annotated[int | None, typer.Option(min=0, help="Changes the number of prefill workers.")] = None,
     decode: Annotated[int | None, typer.Option(min=1, help="Changes the number of decode workers.")] = None,
     island: Annotated[str, typer.Option(help="Names the island. Not needed where there is one.")] = "",
     islands: Annotated[int | None, typer.Option(min=1, help="Changes the number of islands, and nothing else.")] = None,
     timeout: Annotated[float, typer.Option(min=0, help="Waits at most this many seconds for the new shape.")] = 600.0,
-    address: Address = None,
-    token_file: TokenFile = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
+    *,
+    gateway: Gateway,
     as_json: AsJson = False,
 ) -> None:
     """Change an island's workers or their roles, or the islands.
@@ -324,10 +309,9 @@ def scale(
     if prefill is None and decode is None and islands is None:
         raise UsageError("no number is given: --prefill, --decode or both are accepted, or --islands")
 
-    from tandem.cluster.cli.input import open_client
     from tandem.cluster.cli.output import print_scaled
 
-    with open_client(address, token_file, tls_ca, tls_cert, tls_key) as client:
+    with gateway.open() as client:
         print_scaled(
             client.scale(island, num_prefill=prefill, num_decode=decode, num_islands=islands, timeout=timeout), as_json
         )

@@ -1,11 +1,22 @@
 """Options that several commands have."""
 
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+if TYPE_CHECKING:
+    from tandem.cluster.client.client import Client
+
 API_KEY = "TANDEM_API_KEY"
+Address = Annotated[
+    str | None,
+    typer.Option(help="Calls the gateway at HOST:PORT, or several with commas. Default: the running cluster."),
+]
 TokenFile = Annotated[
     Path | None, typer.Option(envvar="TANDEM_TOKEN_FILE", help="Reads the gateway's token from this file.")
 ]
@@ -22,3 +33,38 @@ TlsCa = Annotated[
 TlsCert = Annotated[Path | None, typer.Option(envvar="TANDEM_TLS_CERT", help="Shows this certificate (PEM).")]
 TlsKey = Annotated[Path | None, typer.Option(envvar="TANDEM_TLS_KEY", help="Reads the key of --tls-cert (PEM).")]
 AsJson = Annotated[bool, typer.Option("--json", help="Prints JSON.")]
+
+
+@dataclass(frozen=True)
+class Gateway:
+    """The gateway that a command calls. Its fields are the command's options, see calls_gateway."""
+
+    address: Address = None
+    token_file: TokenFile = None
+    tls_ca: TlsCa = None
+    tls_cert: TlsCert = None
+    tls_key: TlsKey = None
+
+    def open(self, address: str | None = None) -> "Client":
+        """A client of it. address: calls this HOST:PORT instead. Raises UsageError, ConfigError."""
+        from tandem.cluster.cli.input import open_client
+
+        return open_client(address or self.address, self.token_file, self.tls_ca, self.tls_cert, self.tls_key)
+
+
+def calls_gateway(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the options of Gateway, in the place of its keyword parameter `gateway`."""
+    shared = [
+        one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in inspect.signature(Gateway).parameters.values()
+    ]
+
+    @functools.wraps(command)
+    def called(**options: object) -> None:
+        given = {one.name: options.pop(one.name) for one in shared}
+        command(**options, gateway=Gateway(**given))  # type: ignore[arg-type]  # typer has checked their types
+
+    signature = inspect.signature(command)
+    own = [part for one in signature.parameters.values() for part in (shared if one.name == "gateway" else [one])]
+    called.__signature__ = signature.replace(parameters=own)  # type: ignore[attr-defined]  # typer reads it
+    called.__annotations__ = {one.name: one.annotation for one in own} | {"return": None}
+    return called

@@ -7,18 +7,15 @@ from typing import Annotated
 
 import typer
 
-from tandem.cluster.cli.options import AsJson, TlsCa, TlsCert, TlsKey, TokenFile
+from tandem.cluster.cli.options import AsJson, Gateway, calls_gateway
 from tandem.proto import admin_pb2
 
 app = typer.Typer(help="Add, remove and list LoRA adapters of a running cluster.", no_args_is_help=True)
-Address = Annotated[
-    str | None,
-    typer.Option(help="Calls the gateway at HOST:PORT, or several with commas. Default: the running cluster."),
-]
 Name = Annotated[str, typer.Argument(help="Names the adapter: requests give it as their model.")]
 
 
 @app.command()
+@calls_gateway
 def add(
     name: Name,
     path: Annotated[Path, typer.Argument(help="Reads this PEFT folder, on the hosts of the gateway and the workers.")],
@@ -26,11 +23,8 @@ def add(
         bool, typer.Option("--load-inplace", help="Takes the place of other weights of that name.")
     ] = False,
     timeout: Annotated[float, typer.Option(min=0, help="Waits at most this many seconds.")] = 120.0,
-    address: Address = None,
-    token_file: TokenFile = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
+    *,
+    gateway: Gateway,
     as_json: AsJson = False,
 ) -> None:
     """Load an adapter at all workers, and serve it.
@@ -38,47 +32,37 @@ def add(
     Where a worker cannot load it, none keeps it. The folder must be one of adapters.folders, or under
     adapters.allowed_root.
     """
-    from tandem.cluster.cli.input import open_client
-
-    with open_client(address, token_file, tls_ca, tls_cert, tls_key) as client:
+    with gateway.open() as client:
         folder = str(path.expanduser().absolute())
         _print([client.add_adapter(name, folder, load_inplace=load_inplace, timeout=timeout)], as_json=as_json)
 
 
 @app.command()
+@calls_gateway
 def remove(
     name: Name,
     timeout: Annotated[float, typer.Option(min=0, help="Waits at most this many seconds.")] = 60.0,
-    address: Address = None,
-    token_file: TokenFile = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
+    *,
+    gateway: Gateway,
 ) -> None:
     """Refuse new requests that name an adapter.
 
     Running requests end normally.
     """
-    from tandem.cluster.cli.input import open_client
-
-    with open_client(address, token_file, tls_ca, tls_cert, tls_key) as client:
+    with gateway.open() as client:
         removed = client.remove_adapter(name, timeout=timeout)
     print(f"removed {removed.name}")
 
 
 @app.command("list")
+@calls_gateway
 def list_all(
-    address: Address = None,
-    token_file: TokenFile = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
+    *,
+    gateway: Gateway,
     as_json: AsJson = False,
 ) -> None:
     """List the adapters that are served."""
-    from tandem.cluster.cli.input import open_client
-
-    with open_client(address, token_file, tls_ca, tls_cert, tls_key) as client:
+    with gateway.open() as client:
         _print(client.adapters().adapters, as_json=as_json)
 
 

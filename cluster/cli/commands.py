@@ -21,6 +21,7 @@ from tandem.cluster.cli.adapters.commands import app as adapter_app
 from tandem.cluster.cli.batch.command import batch
 from tandem.cluster.cli.bench import app as bench_app
 from tandem.cluster.cli.doctor.command import doctor
+from tandem.cluster.cli.embedding.command import embed
 from tandem.cluster.cli.options import ApiKey, AsJson, Gateway, calls_gateway
 from tandem.cluster.cli.replay import replay
 from tandem.cluster.cli.vllm_flags import check_words
@@ -47,6 +48,7 @@ app.add_typer(bench_app, name="bench")
 app.add_typer(adapter_app, name="adapter")
 app.command()(batch)
 app.command()(doctor)
+app.command()(embed)
 if TYPE_CHECKING:
     Family = str
 else:

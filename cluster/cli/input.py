@@ -1,6 +1,5 @@
-"""The `tandem` command's input: a prompt, and a client of the gateway."""
+"""The `tandem` command's input: a prompt, and the gateway's address."""
 
-import os
 import re
 import sys
 import time
@@ -8,28 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tandem.cluster.cli.options import API_KEY
 from tandem.cluster.cli.runtime_dir import running_cluster, running_clusters
-from tandem.cluster.client.client import Client
-from tandem.cluster.credentials import ClientSecurity, read_token
 from tandem.cluster.errors import ClusterNotRunning, InvalidRequest, UsageError
 from tandem.cluster.protocol import TOKEN_IDS_ONLY, Prompt
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 WILDCARDS = ("0.0.0.0", "[::]")
-
-
-def open_client(
-    address: str | None, token_file: Path | None, tls_ca: Path | None, tls_cert: Path | None, tls_key: Path | None
-) -> Client:
-    """A client of the gateway at HOST:PORT, or of this machine's cluster. Raises UsageError, ConfigError.
-
-    address: several may have commas between them, see Client. Its token is that of token_file, else TANDEM_API_KEY's.
-    """
-    paths = (None if path is None else str(path) for path in (tls_ca, tls_cert, tls_key))
-    key = os.environ.get(API_KEY) or None
-    security = ClientSecurity(key if token_file is None else read_token(token_file, "--token-file"), *paths)
-    return Client(address or running_address(), security)
 
 
 def read_prompt(text: str | None, file: Path | None, token_ids: str | None, *, chat: bool) -> Prompt:

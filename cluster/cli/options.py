@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,10 +47,19 @@ class Gateway:
     tls_key: TlsKey = None
 
     def open(self, address: str | None = None) -> "Client":
-        """A client of it. address: calls this HOST:PORT instead. Raises UsageError, ConfigError."""
-        from tandem.cluster.cli.input import open_client
+        """A client of it, or of this machine's cluster. Raises UsageError, ConfigError.
 
-        return open_client(address or self.address, self.token_file, self.tls_ca, self.tls_cert, self.tls_key)
+        address: calls this one instead; several may have commas between them, see Client. The token is that of
+        token_file, else TANDEM_API_KEY's.
+        """
+        from tandem.cluster.cli.input import running_address
+        from tandem.cluster.client.client import Client
+        from tandem.cluster.credentials import ClientSecurity, read_token
+
+        paths = (None if path is None else str(path) for path in (self.tls_ca, self.tls_cert, self.tls_key))
+        key = os.environ.get(API_KEY) or None
+        token = key if self.token_file is None else read_token(self.token_file, "--token-file")
+        return Client(address or self.address or running_address(), ClientSecurity(token, *paths))
 
 
 def calls_gateway(command: Callable[..., None]) -> Callable[..., None]:

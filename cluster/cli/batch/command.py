@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tandem.cluster.cli.options import API_KEY, TlsCa, TlsCert, TlsKey, TokenFile
+from tandem.cluster.cli.options import API_KEY, Gateway, TlsCa, TlsCert, TlsKey, TokenFile
 
 if TYPE_CHECKING:
     from tandem.cluster.cli.batch.calls import Server
@@ -81,10 +81,10 @@ def batch(
 
 def _http_of(address: str | None, *files: Path | None) -> str:
     """The URL of a gateway's HTTP server. UsageError where there is none."""
-    from tandem.cluster.cli.input import open_client, reachable
+    from tandem.cluster.cli.input import reachable
     from tandem.cluster.errors import UsageError
 
-    with open_client(address, *files) as client:
+    with Gateway(address, *files).open() as client:
         found = client.cluster_info().http_address
     if not found:
         raise UsageError("the cluster has no HTTP server; set gateway.http_port, or give --url")

@@ -2,8 +2,10 @@
 
 import asyncio
 import base64
+import io
 import json
 import logging
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.cluster.cli.commands import main
 from tandem.cluster.cli.replayed_workers import replay_files
 from tandem.cluster.client import AsyncClient
 from tandem.cluster.errors import CallError, DeadlineExceeded, InvalidRequest, Overloaded
@@ -58,6 +61,12 @@ def oracle(folder: Path) -> EmbeddingOracle:
 def island(folder: Path) -> Iterator[Island]:
     with running_island(folder, SETTINGS) as island:
         yield island
+
+
+def run_command(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    return int(ended.value.code or 0)
 
 
 def over_http(island: Island, **body: object) -> Floats:
@@ -147,6 +156,44 @@ def test_prompts_by_name_and_as_texts(island: Island, oracle: EmbeddingOracle) -
     same(over_http(island, input=TEXTS, prompt="find: "), oracle.embed(TEXTS, prompt="find: "))
     with island.client() as client:
         same(client.embed(TEXTS, prompt_name="query").values, oracle.embed(TEXTS, prompt=PROMPTS["query"]))
+
+
+def test_the_command_reads_texts_and_lines(
+    island: Island,
+    oracle: EmbeddingOracle,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Lines are sent in several calls, and keep their numbers."""
+    for texts, given in ((TEXTS, TEXTS), ([], [])):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{text}\n" for text in TEXTS)))
+        options = ["--address", island.address, "--batch", "2", "--dimensions", "17", "--prompt-name", "query"]
+        run_command("embed", *given, *options)
+        lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert [line["index"] for line in lines] == list(range(len(TEXTS))), texts
+        expected = oracle.embed(TEXTS, dimensions=17, prompt=PROMPTS["query"])
+        same(np.array([line["embedding"] for line in lines], np.float32), expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("a", "--dimensions", "99999"), "--dimensions is 99999; 1 … "),
+        (("a", "--prompt-name", "nobody"), "--prompt-name is 'nobody'"),
+        (("a", "b", "a" * 9999, "--batch", "2"), "texts 2 … 2: inputs[0] has "),
+        ((), "no text: give texts as arguments, or one on each line of stdin"),
+    ],
+)
+def test_the_command_names_what_was_wrong(
+    arguments: tuple[str, ...],
+    said: str,
+    island: Island,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    assert run_command("embed", *arguments, "--address", island.address) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_fewer_dimensions_have_length_1(island: Island, oracle: EmbeddingOracle) -> None:
@@ -302,6 +349,25 @@ def test_prompts_of_streams_keep_nobody_out(island: Island, oracle: EmbeddingOra
     finally:
         for link in links:
             link.forget_prompt("a long prompt of another request")
+
+
+def test_pages_are_free_when_a_prefix_cannot_be_published(
+    folder: Path, oracle: EmbeddingOracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt that was computed to its end fails then, and so do the others of its forward."""
+    with running_island(folder, SETTINGS) as island:
+        engine, failures = loop_of(island.workers[0]).engine, [RuntimeError("out of luck")]
+        publish = engine.publish
+
+        def fails_once(*arguments: Any) -> None:
+            if failures:
+                raise failures.pop()
+            publish(*arguments)
+
+        monkeypatch.setattr(engine, "publish", fails_once)
+        same(over_http(island, input=IDS), oracle.embed(IDS))
+        assert not failures
+        until(lambda: is_idle(island))
 
 
 def test_a_failed_forward_is_tried_again_and_a_broken_model_is_named(

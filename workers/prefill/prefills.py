@@ -285,10 +285,10 @@ class Prefills:
         asked = Admission(request.spec, request.num_tokens, self._max_batch_tokens, shares, most_bytes=most)
         request.cached_tokens = request.computed = self._engine.admit(request.sequence_id, asked)
         self._slots.took(request.spec.adapter)
+        request.started = time.perf_counter()
         begun = self._engine.sequence(request.sequence_id)
         request.host_cached_tokens, request.disk_cached_tokens = begun.num_fetched, begun.num_lifted
         self._await_pages(request)
-        request.started = time.perf_counter()
 
     def _await_pages(self, prompt: Prompt) -> None:
         prompt.arriving = not self._engine.has_arrived(prompt.sequence_id)

@@ -45,6 +45,7 @@ class ReadPrompt(Prompt):
     """One prompt of a call."""
 
     call: "ReadCall" = field(kw_only=True, repr=False)
+    retired: bool = False  # its sequence has been given to RetiredSequences
 
     @property
     def has_room(self) -> bool:
@@ -137,8 +138,7 @@ class PromptReaders:
                 continue
             prompt.left = True
             self._scheduler.remove(prompt)
-            if prompt.started and prompt.computed < prompt.num_tokens:
-                self._retired.add(prompt.sequence_id)
+            self._retire(prompt)
         if not call.result.done():
             call.result.set_exception(error or Aborted("nobody waits for the prompts any more"))
 
@@ -155,7 +155,7 @@ class PromptReaders:
         self._launched.append(_Launched(prompts, readings, ended, pooled, is_past))
         for prompt in ended:
             self._scheduler.remove(prompt)
-            self._retired.add(prompt.sequence_id)
+            self._retire(prompt)
         while ended and not beside and is_past is not None and not is_past():  # as for first tokens
             time.sleep(POLL_SECONDS)
 
@@ -182,9 +182,14 @@ class PromptReaders:
 
     def fail(self, prompt: ReadPrompt, error: WorkerError) -> None:
         """See Destination. The prompt has left its forwards already."""
-        if prompt.started and prompt.computed < prompt.num_tokens:
-            self._retired.add(prompt.sequence_id)
+        self._retire(prompt)
         self.withdraw(prompt.call, error)
+
+    def _retire(self, prompt: ReadPrompt) -> None:
+        """Gives up the pages of a prompt that was admitted. Idempotent: launch() may fail before or after it."""
+        if prompt.started and not prompt.retired:
+            prompt.retired = True
+            self._retired.add(prompt.sequence_id)
 
     def _take(self, launched: _Launched) -> None:
         hidden, logits = iter(launched.pooled.hidden), iter(launched.pooled.logits)

@@ -407,7 +407,7 @@ class GetClusterInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerInfo(_message.Message):
-    __slots__ = ("role", "pe", "pid", "address", "alive", "num_pages", "free_pages", "cached_pages", "draining_pages", "running", "waiting", "resident_bytes", "counters", "token_seconds", "prompt_tokens_per_second", "ranks", "state_pages", "free_state_pages", "snapshots", "snapshot_bytes", "host_bytes", "host_bytes_used", "disk_bytes", "disk_bytes_used", "parked", "parked_bytes", "parked_bytes_used", "adapters")
+    __slots__ = ("role", "pe", "pid", "address", "alive", "num_pages", "free_pages", "cached_pages", "draining_pages", "running", "waiting", "resident_bytes", "counters", "token_seconds", "prompt_tokens_per_second", "ranks", "state_pages", "free_state_pages", "snapshots", "snapshot_bytes", "host_bytes", "host_bytes_used", "disk_bytes", "disk_bytes_used", "parked", "parked_bytes", "parked_bytes_used", "adapters", "gpu_bytes_of_others")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     PE_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
@@ -436,6 +436,7 @@ class WorkerInfo(_message.Message):
     PARKED_BYTES_FIELD_NUMBER: _ClassVar[int]
     PARKED_BYTES_USED_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    GPU_BYTES_OF_OTHERS_FIELD_NUMBER: _ClassVar[int]
     role: Role
     pe: int
     pid: int
@@ -464,7 +465,8 @@ class WorkerInfo(_message.Message):
     parked_bytes: int
     parked_bytes_used: int
     adapters: _containers.RepeatedCompositeFieldContainer[AdapterInfo]
-    def __init__(self, role: _Optional[_Union[Role, str]] = ..., pe: _Optional[int] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., alive: bool = ..., num_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., draining_pages: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., counters: _Optional[_Union[WorkerCounters, _Mapping]] = ..., token_seconds: _Optional[float] = ..., prompt_tokens_per_second: _Optional[float] = ..., ranks: _Optional[_Iterable[_Union[RankInfo, _Mapping]]] = ..., state_pages: _Optional[int] = ..., free_state_pages: _Optional[int] = ..., snapshots: _Optional[int] = ..., snapshot_bytes: _Optional[int] = ..., host_bytes: _Optional[int] = ..., host_bytes_used: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., disk_bytes_used: _Optional[int] = ..., parked: _Optional[int] = ..., parked_bytes: _Optional[int] = ..., parked_bytes_used: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[AdapterInfo, _Mapping]]] = ...) -> None: ...
+    gpu_bytes_of_others: int
+    def __init__(self, role: _Optional[_Union[Role, str]] = ..., pe: _Optional[int] = ..., pid: _Optional[int] = ..., address: _Optional[str] = ..., alive: bool = ..., num_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., draining_pages: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., resident_bytes: _Optional[int] = ..., counters: _Optional[_Union[WorkerCounters, _Mapping]] = ..., token_seconds: _Optional[float] = ..., prompt_tokens_per_second: _Optional[float] = ..., ranks: _Optional[_Iterable[_Union[RankInfo, _Mapping]]] = ..., state_pages: _Optional[int] = ..., free_state_pages: _Optional[int] = ..., snapshots: _Optional[int] = ..., snapshot_bytes: _Optional[int] = ..., host_bytes: _Optional[int] = ..., host_bytes_used: _Optional[int] = ..., disk_bytes: _Optional[int] = ..., disk_bytes_used: _Optional[int] = ..., parked: _Optional[int] = ..., parked_bytes: _Optional[int] = ..., parked_bytes_used: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[AdapterInfo, _Mapping]]] = ..., gpu_bytes_of_others: _Optional[int] = ...) -> None: ...
 
 class AdapterInfo(_message.Message):
     __slots__ = ("digest", "name", "rank", "bytes", "resident", "sequences", "removed")

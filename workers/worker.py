@@ -45,6 +45,7 @@ from tandem.workers.runner.memory_budget import measure_budget, on_the_gpu
 from tandem.workers.runner.model_cache import make_cache
 from tandem.workers.runner.model_runner import ModelRunner
 from tandem.workers.sampling.guided import Grammars
+from tandem.workers.service.gpu_memory import GpuMemory
 from tandem.workers.service.server_options import server_options
 from tandem.workers.service.services import WorkerService
 from tandem.workers.service.well_formed import WellFormedRequired
@@ -326,6 +327,7 @@ class Worker:
             self._step_thread,
             loop,
             grammars,
+            GpuMemory(self.gpu if config.device == "cuda" else None),
             self.model_config.max_encoder_tokens(config.max_batch_tokens, config.page_size),
         )
         self._step_thread.start()

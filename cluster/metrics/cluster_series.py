@@ -106,6 +106,9 @@ def worker_families(islands: Sequence[inference_pb2.IslandInfo]) -> list[Metric]
         _gauge("tandem:adapter_sequences", "Sequences at all workers that use a LoRA adapter.", ("adapter",),
                _sequences(worker for _, worker in workers)),
         _gauge("tandem:worker_resident_bytes", "Resident memory.", WORKER, each(lambda one: one.resident_bytes)),
+        _gauge("tandem:worker_gpu_bytes_of_others", "Memory of its GPU that other processes hold.", WORKER,
+               [(name(island, worker), worker.gpu_bytes_of_others) for island, worker in workers
+                if worker.alive and worker.HasField("gpu_bytes_of_others")]),
         _gauge("tandem:worker_token_seconds", "From one decode step to the next, of late.", WORKER,
                each(lambda one: one.token_seconds)),
         _gauge("tandem:worker_prompt_tokens_per_second", "While it computes prompts, of late.", WORKER,

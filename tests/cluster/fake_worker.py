@@ -186,7 +186,9 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     async def GetStatus(self, request: worker_pb2.GetStatusRequest, context: Any) -> inference_pb2.WorkerInfo:
         """Half of its pages are free. Both of its roles answer as a decode worker."""
         await self._maybe_fail("GetStatus", context)
-        return inference_pb2.WorkerInfo(role=inference_pb2.ROLE_DECODE, alive=True, num_pages=64, free_pages=32)
+        return inference_pb2.WorkerInfo(
+            role=inference_pb2.ROLE_DECODE, alive=True, num_pages=64, free_pages=32, gpu_bytes_of_others=7
+        )
 
     async def Watch(self, request: worker_pb2.WatchRequest, context: Any) -> AsyncIterator[worker_pb2.WorkerReport]:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "as workers had none")

@@ -29,6 +29,7 @@ from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.sampling.guided import Constraint, Grammars, InvalidGuide
 from tandem.workers.service.adapter_calls import AdapterLoads, adapter_infos, check_held
 from tandem.workers.service.call_checks import PromptCheck, check_request_id, check_sampling
+from tandem.workers.service.gpu_memory import GpuMemory
 from tandem.workers.service.rank_infos import rank_infos
 from tandem.workers.service.read_prompts import read_call, to_message
 from tandem.workers.service.reports import Reports
@@ -62,9 +63,10 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         thread: StepThread,
         loop: StepLoop,
         grammars: Grammars,
+        gpu_memory: GpuMemory,
         max_encoder_tokens: int = 0,
     ) -> None:
-        self._config = config
+        self._config, self._gpu_memory = config, gpu_memory
         self._vocab_size = vocab_size
         self._prompt = PromptCheck(vocab_size, config.max_model_len, max_encoder_tokens, config.page_size)
         self._thread = thread
@@ -118,6 +120,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 running=loop.num_running,
                 waiting=loop.num_waiting,
                 resident_bytes=resident_bytes(),
+                gpu_bytes_of_others=self._gpu_memory.bytes_of_others(),
                 counters=inference_pb2.WorkerCounters(
                     prompt_tokens=loop.prefills.computed_tokens,
                     decoded_tokens=loop.decodes.decoded_tokens,

@@ -69,6 +69,21 @@ def read_driver() -> Driver:
     return Driver()
 
 
+def bytes_of_others(uuid: str) -> int | None:
+    """What other processes hold of a GPU. None where there is no driver, or it does not tell what this process holds.
+
+    What the driver itself keeps of the GPU counts for nobody. Takes some ms, and may wait for a driver that is stuck.
+    """
+    with _library() as nvml:
+        if nvml is None:
+            return None
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
+        own = dict(_holders(nvml, handle)).get(os.getpid(), 0)
+        used = int(nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).used)  # without what is reserved
+        return max(0, used - own) if own else None
+    return None
+
+
 @contextmanager
 def _library() -> Iterator[Any]:
     """pynvml, initialised; None where it or the driver is missing, or the driver does not answer."""

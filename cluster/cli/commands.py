@@ -22,6 +22,7 @@ from tandem.cluster.cli.batch.command import batch
 from tandem.cluster.cli.bench import app as bench_app
 from tandem.cluster.cli.doctor.command import doctor
 from tandem.cluster.cli.embedding.command import embed
+from tandem.cluster.cli.keys.commands import app as key_app
 from tandem.cluster.cli.options import ApiKey, AsJson, Gateway, calls_gateway
 from tandem.cluster.cli.replay import replay
 from tandem.cluster.cli.vllm_flags import check_words
@@ -46,6 +47,7 @@ app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 app.add_typer(adapter_app, name="adapter")
+app.add_typer(key_app, name="key")
 app.command()(batch)
 app.command()(doctor)
 app.command()(embed)

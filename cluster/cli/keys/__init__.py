@@ -1,0 +1,1 @@
+"""`tandem key`: changes files of callers' keys."""

@@ -148,12 +148,16 @@ def _grpc_clients(storm: Storm, stream: Stream) -> list[Send]:
                         tokens = message.usage.prompt_tokens + message.usage.output_tokens
             except grpc.aio.AioRpcError as error:
                 trailers = {key: str(value) for key, value in error.trailing_metadata() or ()}
-                return error.code().name, 0, trailers.get("retry-after")
+                return error.code().name, 0, _seconds(trailers.get("retry-after-ms"))
             return "", tokens, None
 
         return send
 
     return [client(address) for address in storm.grpc for _ in range(CONNECTIONS)]
+
+
+def _seconds(milliseconds: str | None) -> str | None:
+    return None if milliseconds is None else str(int(milliseconds) // 1000)
 
 
 def _http_clients(storm: Storm, stream: Stream) -> list[Send]:

@@ -208,9 +208,8 @@ def numbers_of(outcomes: Sequence[Outcome], seconds: float) -> dict[str, dict[st
             numbers["offered"] = sum(one.sent for one in own) / (key.allowed * seconds / MINUTE)
         numbers |= {"passed": len(passed), "limited": sum(one.limited for one in own)}
         numbers |= {"lost": sum(one.lost for one in own), "skipped": sum(one.skipped for one in own)}
-        numbers["retry_after"] = sorted(second for one in own for second in one.retry_after)[
-            :: max(1, 2 * len(own) - 1)
-        ]
+        waits = [second for one in own for second in one.retry_after]
+        numbers["retry_after"] = [min(waits), max(waits)] if waits else []
         numbers["others"] = {code: count for one in own for code, count in one.others.items()}
         found[key.name] = {
             name: round(value, 4) if isinstance(value, float) else value for name, value in numbers.items()

@@ -4,6 +4,7 @@ Clients send several times what their keys allow, over HTTP and gRPC, to two gat
 with --hosts one on each of two hosts (network namespaces, as root). Of each case and key:
 
     requests, tokens        the most that surely passed within one minute, divided by the key's limit
+    excess_s                what passed beyond the limit, in seconds of what was sent: 1 is what hosts may miss
     by_end                  the larger of both, counted by when answers ended; latency adds to it
     first_minute            the larger of both of the first minute, divided by the limit: 1 where limits are used up
     offered                 requests that were sent, divided by what the limits allow
@@ -47,6 +48,7 @@ RELOADS = (0.25, 0.5, 0.82)
 OPERATOR = "the-operators-own-token"
 CASES = ("calm", "kill", "reload")
 MOST, LEAST = 1.02, 0.9
+MOST_EXCESS = 1.0  # seconds: between hosts counts are as old
 PROMPT, OUTPUT = 8, 4  # tokens
 TOKENS = PROMPT + OUTPUT
 
@@ -72,9 +74,14 @@ class Limits:
         return f"tdm-{self.name}-{'x' * 32}"
 
     @property
+    def tokens_each(self) -> int:
+        """Tokens of a request."""
+        return PROMPT + OUTPUT * self.n
+
+    @property
     def allowed(self) -> float:
         """Requests a minute."""
-        by_tokens = None if self.tokens is None else self.tokens / (PROMPT + OUTPUT * self.n)
+        by_tokens = None if self.tokens is None else self.tokens / self.tokens_each
         return min(one for one in (self.requests, by_tokens) if one is not None)
 
 
@@ -197,30 +204,50 @@ def numbers_of(outcomes: Sequence[Outcome], seconds: float) -> dict[str, dict[st
     found: dict[str, dict[str, Any]] = {}
     for key in KEYS:
         own = [one for one in outcomes if one.name == key.name]
-        passed = [(sent, ended, tokens) for each in own for sent, ended, tokens in each.passed]
-        once = [(sent, ended, 1) for sent, ended, _ in passed]
-        weighed = {"requests": (key.requests, once), "tokens": (key.tokens, passed)}
-        limited = {name: (limit, rows) for name, (limit, rows) in weighed.items() if limit is not None}
-        numbers: dict[str, Any] = {name: surely_passed(rows, MINUTE) / limit for name, (limit, rows) in limited.items()}
-        if limited:
-            numbers["by_end"] = max(passed_by_end(rows, MINUTE) / limit for limit, rows in limited.values())
-            numbers["first_minute"] = max(passed_first(rows, MINUTE) / limit for limit, rows in limited.values())
-            numbers["offered"] = sum(one.sent for one in own) / (key.allowed * seconds / MINUTE)
-        numbers |= {"passed": len(passed), "limited": sum(one.limited for one in own)}
-        numbers |= {"lost": sum(one.lost for one in own), "skipped": sum(one.skipped for one in own)}
         waits = [second for one in own for second in one.retry_after]
-        numbers["retry_after"] = [min(waits), max(waits)] if waits else []
-        numbers["others"] = {code: count for one in own for code, count in one.others.items()}
+        numbers = ratios_of(key, own, seconds) | {
+            "passed": sum(len(one.passed) for one in own),
+            "limited": sum(one.limited for one in own),
+            "lost": sum(one.lost for one in own),
+            "skipped": sum(one.skipped for one in own),
+            "retry_after": [min(waits), max(waits)] if waits else [],
+            "others": {code: count for one in own for code, count in one.others.items()},
+        }
         found[key.name] = {
             name: round(value, 4) if isinstance(value, float) else value for name, value in numbers.items()
         }
     return found
 
 
-def targets_of(case: str, numbers: dict[str, dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
+def ratios_of(key: Limits, own: Sequence[Outcome], seconds: float) -> dict[str, Any]:
+    """What passed of each limit of a key."""
+    passed = [(sent, ended, tokens) for each in own for sent, ended, tokens in each.passed]
+    once = [(sent, ended, 1) for sent, ended, _ in passed]
+    units = {"requests": (key.requests, once, 1), "tokens": (key.tokens, passed, key.tokens_each)}
+    limited = {name: (limit, rows, each) for name, (limit, rows, each) in units.items() if limit is not None}
+    if not limited:
+        return {}
+    sent = sum(one.sent for one in own)
+    surely = {name: surely_passed(rows, MINUTE) for name, (_, rows, _) in limited.items()}
+    beyond = [(surely[name] - limit) / each for name, (limit, _, each) in limited.items()]
+    return {name: surely[name] / limit for name, (limit, _, _) in limited.items()} | {
+        "excess_s": max(0.0, *beyond) * seconds / max(1, sent),
+        "by_end": max(passed_by_end(rows, MINUTE) / limit for limit, rows, _ in limited.values()),
+        "first_minute": max(passed_first(rows, MINUTE) / limit for limit, rows, _ in limited.values()),
+        "offered": sent / (key.allowed * seconds / MINUTE),
+    }
+
+
+def targets_of(
+    case: str, numbers: dict[str, dict[str, Any]], seconds: float, *, hosts: bool = False
+) -> list[dict[str, Any]]:
     limited = [one for one in numbers.values() if "by_end" in one]
-    most = max(one.get(name, 0.0) for one in limited for name in ("requests", "tokens"))
-    found = [at_most(f"{case}: the most of any limit that passed in a minute", most, MOST)]
+    if hosts:
+        excess = max(one["excess_s"] for one in limited)
+        found = [at_most(f"{case}: what passed beyond any limit, in seconds of what was sent", excess, MOST_EXCESS)]
+    else:
+        most = max(one.get(name, 0.0) for one in limited for name in ("requests", "tokens"))
+        found = [at_most(f"{case}: the most of any limit that passed in a minute", most, MOST)]
     free = numbers["unlimited"]
     refused = free["limited"] + sum(free["others"].values())
     found += [at_most(f"{case}: refusals of the key without limits", refused, 0)]
@@ -246,7 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             with start(folder / "model", folder) as running:
                 numbers = numbers_of(storm(running, case, options.seconds), options.seconds)
         result["cases"][case] = numbers
-        result["targets"] += targets_of(case, numbers, options.seconds)
+        result["targets"] += targets_of(case, numbers, options.seconds, hosts=options.hosts)
     print_result(result, options)
 
 

@@ -9,12 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tandem.cluster.cli.options import AsJson
+from tandem.cluster.cli.options import AsJson, Gateway, calls_gateway
 
 if TYPE_CHECKING:
     from tandem.cluster.keys.key import Key
 
 KEY = "tdm-"  # how every key begins, so that scanners of secrets find one
+COUNTED = {  # by the words of `tandem key usage`
+    "requests": "tandem:key_requests_total",
+    "prompt_tokens": "tandem:key_prompt_tokens_total",
+    "output_tokens": "tandem:key_output_tokens_total",
+    "refused": "tandem:key_refused_total",
+}
 app = typer.Typer(help="Make, list, check and remove callers' keys.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(help="Names the key: 1 to 64 letters, digits and . _ -.")]
 KeyFile = Annotated[Path, typer.Argument(metavar="FILE", help="Reads this file of keys.")]
@@ -105,6 +111,34 @@ def list_all(file: KeyFile, as_json: AsJson = False) -> None:
         print(
             f"{key.name}  requests a minute {_limit(key.requests_per_minute)}  tokens a minute "
             f"{_limit(key.tokens_per_minute)}  priorities {bounds}  models {models}  sha256 {key.sha256.hex()[:8]}…"
+        )
+
+
+@app.command()
+@calls_gateway
+def usage(*, gateway: Gateway, as_json: AsJson = False) -> None:
+    """Show what each key has used since the cluster started.
+
+    It asks one gateway with the operator's token. With gateways on several hosts the numbers are those of its host.
+    """
+    from tandem.cluster.cli.samples import Samples
+
+    with gateway.open() as client:
+        samples = Samples(client.metrics().text)
+    names = list(dict.fromkeys(labels["key"] for labels, _ in samples.series(COUNTED["requests"])))
+    used = [
+        {"name": name} | {word: int(samples.total(metric, key=name)) for word, metric in COUNTED.items()}
+        for name in names
+    ]
+    if as_json:
+        print(json.dumps(used, indent=2))
+        return
+    if not used:
+        print("the gateway has no keys")
+    for one in used:
+        print(
+            f"{one['name']}  requests {one['requests']:,}  prompt tokens {one['prompt_tokens']:,}  "
+            f"output tokens {one['output_tokens']:,}  refused {one['refused']:,}"
         )
 
 

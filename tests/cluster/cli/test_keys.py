@@ -18,9 +18,13 @@ from tandem.cluster.cli.keys.replaced_file import replace_file
 from tandem.cluster.errors import TandemError, UsageError
 from tandem.cluster.keys.key import digest_of
 from tandem.cluster.keys.key_file import parse_keys, read_keys
+from tests.cluster.open_gateway import BODY, PROMPT, TOKENS, open_gateway
+from tests.cluster.scripted_model import make_scripted
+from tests.support.http_client import COMPLETIONS, post
 
 Capture = pytest.CaptureFixture[str]
 HASH = "0a" * 32
+OPERATOR = "the-operators-own-token"
 COMMENTED = f"""# keys of the teams
 keys:
 # the first one
@@ -160,6 +164,28 @@ def test_random_changes_give_the_same_keys_as_a_list(style: str, data: st.DataOb
             keys.append({"name": name, "sha256": sha256(name.encode()).hexdigest(), "requests_per_minute": 7})
             text = with_entry(text, keys[-1], "f")
         assert parse_keys(text.encode(), "f") == parse_keys(json.dumps({"keys": keys}).encode(), "g")
+
+
+def test_usage_is_what_a_gateway_has_counted(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "keys.yaml"
+    keys = {}
+    for name in ("busy", "idle"):
+        assert run("new", name, "--requests-per-minute", "2", "--file", str(path)) == 0
+        keys[name] = capsys.readouterr().out.strip()
+    monkeypatch.setenv("TANDEM_API_KEY", OPERATOR)
+    options = {"security.keys_file": str(path), "security.api_key": OPERATOR}
+    with open_gateway(make_scripted(tmp_path / "model"), options) as gateway:
+        headers = {"authorization": f"Bearer {keys['busy']}"}
+        answers = [post(gateway.http, COMPLETIONS, BODY, headers=headers).status_code for _ in range(3)]
+        assert answers == [200, 200, 429]
+        assert run("usage", "--address", gateway.grpc, "--json") == 0
+        counted = {"requests": 2, "prompt_tokens": 2 * len(PROMPT), "output_tokens": 2 * len(TOKENS), "refused": 1}
+        none = dict.fromkeys(counted, 0)
+        used = json.loads(capsys.readouterr().out)
+        assert used == [{"name": "busy", **counted}, {"name": "idle", **none}]
+        monkeypatch.setenv("TANDEM_API_KEY", keys["busy"])
+        assert run("usage", "--address", gateway.grpc) == 1
+        assert "is for operators" in capsys.readouterr().err
 
 
 def test_commands_at_the_same_time_lose_no_key(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Protections of what operators use: pages, and batches of requests."""
+"""Protections of what operators use: pages, batches of requests, and files of keys."""
 
 from tests.mutants.mutant import Mutant
 
@@ -42,5 +42,21 @@ OPERATORS = (
         replace="{} if priority is None else",
         reason="Rows have the last priority, or a batch delays the people who wait for answers.",
         tests=("tests/cluster/cli/test_batch.py::test_rows_go_behind_live_traffic",),
+    ),
+    Mutant(
+        name="keys-file-without-a-lock",
+        file="cluster/cli/keys/replaced_file.py",
+        find="fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        replace="pass",
+        reason="Two commands at a time add their keys one after another, or one of the keys is lost.",
+        tests=("tests/cluster/cli/test_keys.py::test_commands_at_the_same_time_lose_no_key",),
+    ),
+    Mutant(
+        name="keys-file-that-others-write",
+        file="cluster/cli/keys/replaced_file.py",
+        find="before.st_mode & 0o777 & ~OTHERS_WRITE",
+        replace="before.st_mode & 0o777",
+        reason="Nobody but its owner can write a file of keys, or a gateway refuses it.",
+        tests=("tests/cluster/cli/test_keys.py::test_a_file_keeps_its_link_and_its_mode_and_a_failed_write_leaves_it",),
     ),
 )

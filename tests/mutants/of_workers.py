@@ -225,4 +225,12 @@ WORKERS = (
         reason="A follower that finds a peer lost goes on, for its leader may not know it yet.",
         tests=("tests/protocol/test_rank_explorer.py::test_nothing_goes_wrong_on_random_ways[0-peers that change]",),
     ),
+    Mutant(
+        name="read-prompt-keeps-its-pages",
+        file="workers/prefill/prompt_readers.py",
+        find="        self._retire(prompt)\n        self.withdraw(prompt.call, error)\n",
+        replace="        self.withdraw(prompt.call, error)\n",
+        reason="A prompt whose forward fails after its last chunk gives its pages back, or the pool shrinks for ever.",
+        tests=("tests/e2e/test_embeddings.py::test_pages_are_free_when_a_prefix_cannot_be_published",),
+    ),
 )

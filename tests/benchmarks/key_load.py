@@ -24,13 +24,15 @@ REQUEST_SECONDS = 60.0
 MOST_IN_FLIGHT = 64  # of a stream; more are not sent, and count as skipped
 CONNECTIONS = 4  # of a stream, so that each gateway process has some
 GRPC, HTTP = "grpc", "http"
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 LIMITED = {"RESOURCE_EXHAUSTED", "429"}
 LOST = {"UNAVAILABLE", "CANCELLED", "connection"}  # with the gateway process that had it
 
 
 @dataclass(frozen=True)
 class Stream:
-    """What is sent with one key through one frontend. rate: requests a second. max_tokens: None leaves it out."""
+    """What is sent with one key through one frontend. rate: requests a second. max_tokens: None sends chats without a
+    length, over HTTP."""
 
     name: str
     key: str
@@ -134,8 +136,7 @@ def _grpc_clients(storm: Storm, stream: Stream) -> list[Send]:
         stub: Any = inference_pb2_grpc.InferenceStub(channel)
 
         async def send(prompt: list[int]) -> Answer:
-            sampling: Any = {"temperature": 0, "ignore_eos": True, "n": stream.n}
-            sampling |= {} if stream.max_tokens is None else {"max_tokens": stream.max_tokens}
+            sampling: Any = {"temperature": 0, "ignore_eos": True, "n": stream.n, "max_tokens": stream.max_tokens}
             call = stub.Generate(
                 build_request(prompt, sampling, None),
                 timeout=REQUEST_SECONDS,
@@ -165,10 +166,14 @@ def _http_clients(storm: Storm, stream: Stream) -> list[Send]:
 
     def client(pool: _Pool) -> Send:
         async def send(prompt: list[int]) -> Answer:
-            asked: dict[str, Any] = {"prompt": prompt, "temperature": 0, "ignore_eos": True, "n": stream.n}
-            asked |= {} if stream.max_tokens is None else {"max_tokens": stream.max_tokens}
+            asked: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "n": stream.n}
+            if stream.max_tokens is None:
+                asked |= {"messages": [{"role": "user", "content": f"{prompt[0]}"}]}
+            else:
+                asked |= {"prompt": prompt, "max_tokens": stream.max_tokens}
+            path = CHATS if stream.max_tokens is None else COMPLETIONS
             try:
-                status, headers, body = await asyncio.wait_for(pool.post(stream.key, asked), REQUEST_SECONDS)
+                status, headers, body = await asyncio.wait_for(pool.post(path, stream.key, asked), REQUEST_SECONDS)
             except (OSError, EOFError, ValueError, TimeoutError):
                 return "connection", 0, None
             tokens = json.loads(body)["usage"]["total_tokens"] if status == "200" else 0
@@ -186,13 +191,13 @@ class _Pool:
         self._host, self._port = host, int(port)
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
-    async def post(self, key: str, body: dict[str, Any]) -> tuple[str, dict[str, str], bytes]:
+    async def post(self, path: str, key: str, body: dict[str, Any]) -> tuple[str, dict[str, str], bytes]:
         """Status, headers and body. OSError or EOFError where the connection ends."""
         pair = self._idle.pop() if self._idle else await asyncio.open_connection(self._host, self._port)
         reader, writer = pair
         try:
             data = json.dumps(body).encode()
-            head = f"POST /v1/completions HTTP/1.1\r\nhost: {self._host}\r\nauthorization: Bearer {key}\r\n"
+            head = f"POST {path} HTTP/1.1\r\nhost: {self._host}\r\nauthorization: Bearer {key}\r\n"
             head += f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
             writer.write(head.encode() + data)
             first, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().split("\r\n")

@@ -178,9 +178,9 @@ def call_error(address: str, error: grpc.RpcError, request: Message, timeout: fl
         return Unavailable(f"{address}: no gateway answers there: {details}")
     if kind is Overloaded and TOO_LARGE in details:
         return InvalidRequest(f"the request is larger than gateway.max_message_mib allows: {details}")
-    if kind is Overloaded:
+    if issubclass(kind, Overloaded):
         advice = retry_advice(error)
-        return Overloaded(f"{address}: {details}", 1.0 if advice is None else advice)
+        return kind(f"{address}: {details}", 1.0 if advice is None else advice)
     if kind is ServerError:
         details = f"{error.code().name}: {details}"
     return kind(details if kind is InvalidRequest else f"{address}: {details}")

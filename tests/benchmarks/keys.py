@@ -148,7 +148,7 @@ def two_processes(model: Path, folder: Path) -> Iterator[Running]:
 def two_hosts(model: Path, folder: Path) -> Iterator[Running]:
     """A gateway of one process on each of two hosts, and clients on another host, which speak gRPC alone."""
     from tests.e2e.host_cluster import TOKEN, running
-    from tests.support.hosts import hosts, process_name
+    from tests.support.hosts import hosts
 
     keys_file = folder / "keys.yaml"
     write_keys(keys_file, KEYS)
@@ -160,12 +160,12 @@ def two_hosts(model: Path, folder: Path) -> Iterator[Running]:
         with running(made, folder, model, settings) as cluster:
 
             def kill() -> None:
-                pids = [pid for pid in made.pids(1) if process_name(pid).startswith("gateway.")]
-                os.kill(pids[0], signal.SIGKILL)
+                there = [one for one in cluster.info()["gateways"] if one["host"] == made.addresses[1]]
+                os.kill(there[0]["pid"], signal.SIGKILL)
 
-            there = lambda command: (made.command(3, *command), cluster.environment)  # noqa: E731
+            clients = lambda command: (made.command(3, *command), cluster.environment)  # noqa: E731
             security = ClientSecurity(TOKEN, str(cluster.ca))
-            yield Running(cluster.addresses, [], keys_file, str(cluster.ca), security, there, kill)
+            yield Running(cluster.addresses, [], keys_file, str(cluster.ca), security, clients, kill)
 
 
 def storm(running: Running, case: str, seconds: float) -> list[Outcome]:

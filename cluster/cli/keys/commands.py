@@ -125,7 +125,7 @@ def usage(*, gateway: Gateway, as_json: AsJson = False) -> None:
 
     with gateway.open() as client:
         samples = Samples(client.metrics().text)
-    names = list(dict.fromkeys(labels["key"] for labels, _ in samples.series(COUNTED["requests"])))
+    names = sorted({labels["key"] for labels, _ in samples.series(COUNTED["requests"])})
     used = [
         {"name": name} | {word: int(samples.total(metric, key=name)) for word, metric in COUNTED.items()}
         for name in names

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from tandem.cluster.cli.commands import main
 from tandem.cluster.cli.keys.file_text import with_entry, without_entry
 from tandem.cluster.cli.keys.replaced_file import replace_file
-from tandem.cluster.errors import TandemError, UsageError
+from tandem.cluster.client import Client
+from tandem.cluster.credentials import ClientSecurity
+from tandem.cluster.errors import RateLimited, TandemError, UsageError
 from tandem.cluster.keys.key import digest_of
 from tandem.cluster.keys.key_file import parse_keys, read_keys
 from tests.cluster.open_gateway import BODY, PROMPT, TOKENS, open_gateway
@@ -183,6 +185,9 @@ def test_usage_is_what_a_gateway_has_counted(tmp_path: Path, capsys: Capture, mo
         none = dict.fromkeys(counted, 0)
         used = json.loads(capsys.readouterr().out)
         assert used == [{"name": "busy", **counted}, {"name": "idle", **none}]
+        with Client(gateway.grpc, ClientSecurity(keys["busy"])) as client, pytest.raises(RateLimited) as refused:
+            list(client.generate(PROMPT))
+        assert 50 < refused.value.retry_after_seconds <= 61
         monkeypatch.setenv("TANDEM_API_KEY", keys["busy"])
         assert run("usage", "--address", gateway.grpc) == 1
         assert "is for operators" in capsys.readouterr().err

@@ -267,7 +267,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--hosts", action="store_true", help="a gateway on each of two hosts, as root")
     add_list(parser, "--cases", default=CASES, choices=CASES, help="default: all")
     options = parser.parse_args(arguments)
-    result: dict[str, Any] = {"seconds": options.seconds, "cases": {}, "targets": []}
+    result: dict[str, Any] = {"case": "hosts" if options.hosts else "processes", "seconds": options.seconds}
+    result |= {"cases": {}, "targets": []}
     start = two_hosts if options.hosts else two_processes
     for case in options.cases:
         with tempfile.TemporaryDirectory(prefix="tdm", dir="/tmp") as name:

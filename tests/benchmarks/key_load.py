@@ -22,6 +22,7 @@ from tandem.proto import inference_pb2_grpc
 
 REQUEST_SECONDS = 60.0
 MOST_IN_FLIGHT = 64  # of a stream; more are not sent, and count as skipped
+IDLE_SECONDS = 20.0  # of a connection: the gateway closes it after 60
 CONNECTIONS = 4  # of a stream, so that each gateway process has some
 GRPC, HTTP = "grpc", "http"
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -189,12 +190,16 @@ class _Pool:
 
     def __init__(self, host: str, port: str) -> None:
         self._host, self._port = host, int(port)
-        self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        self._idle: list[tuple[float, asyncio.StreamReader, asyncio.StreamWriter]] = []  # since when
 
     async def post(self, path: str, key: str, body: dict[str, Any]) -> tuple[str, dict[str, str], bytes]:
         """Status, headers and body. OSError or EOFError where the connection ends."""
-        pair = self._idle.pop() if self._idle else await asyncio.open_connection(self._host, self._port)
-        reader, writer = pair
+        while self._idle and time.monotonic() - self._idle[0][0] > IDLE_SECONDS:
+            self._idle.pop(0)[2].close()
+        if self._idle:
+            _, reader, writer = self._idle.pop()
+        else:
+            reader, writer = await asyncio.open_connection(self._host, self._port)
         try:
             data = json.dumps(body).encode()
             head = f"POST {path} HTTP/1.1\r\nhost: {self._host}\r\nauthorization: Bearer {key}\r\n"
@@ -211,7 +216,7 @@ class _Pool:
         if headers.get("connection", "") == "close":
             writer.close()
         else:
-            self._idle.append(pair)
+            self._idle.append((time.monotonic(), reader, writer))
         return first.split(" ")[1], headers, answer
 
 

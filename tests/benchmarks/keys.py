@@ -255,8 +255,15 @@ def targets_of(
     refused = free["limited"] + sum(free["others"].values())
     found += [at_most(f"{case}: refusals of the key without limits", refused, 0)]
     if seconds >= MINUTE:
-        least = min(one["first_minute"] for one in limited)
-        found += [at_least(f"{case}: the least of any limit that passed in the first minute", least, LEAST)]
+        of_known_lengths = [numbers[key.name] for key in KEYS if not key.is_open and numbers[key.name] in limited]
+        least = min(one["first_minute"] for one in of_known_lengths)
+        found += [
+            at_least(
+                f"{case}: the least of any limit that passed in the first minute, of requests of known lengths",
+                least,
+                LEAST,
+            )
+        ]
     return found
 
 

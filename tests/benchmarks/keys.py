@@ -11,7 +11,8 @@ with --hosts one on each of two hosts (network namespaces, as root). Of each cas
     limited, lost           requests that were refused for the limits, and that ended with their gateway process
 
 The cases: `calm`; `kill`, in which gateway processes are killed in mid-storm; and `reload`, in which the file of keys
-is written anew beside that, with one key more. Each takes --seconds, of which the limits' minute needs more than 60.
+is written anew beside that, with one key more. With --hosts there is `lost`, too: one host loses its gateway with all
+that it has counted. Each case takes --seconds, of which the limits' minute needs more than 60.
 """
 
 import json
@@ -47,6 +48,7 @@ KILLS = (0.3, 0.8)  # of a case's time: while nothing passes, and when the secon
 RELOADS = (0.25, 0.5, 0.82)
 OPERATOR = "the-operators-own-token"
 CASES = ("calm", "kill", "reload")
+LOST = "lost"
 MOST, LEAST = 1.02, 0.9
 MOST_EXCESS = 1.0  # seconds: between hosts counts are as old
 PROMPT, OUTPUT = 8, 4  # tokens
@@ -108,6 +110,7 @@ class Running:
     security: ClientSecurity
     command: Callable[[Sequence[str]], tuple[list[str], dict[str, str]]]
     kill: Callable[[], None]
+    lose: Callable[[], None] | None = None  # a host's gateway with its table
 
 
 def write_keys(path: Path, keys: Sequence[Limits]) -> None:
@@ -148,7 +151,7 @@ def two_processes(model: Path, folder: Path) -> Iterator[Running]:
 def two_hosts(model: Path, folder: Path) -> Iterator[Running]:
     """A gateway of one process on each of two hosts, and clients on another host, which speak gRPC alone."""
     from tests.e2e.host_cluster import TOKEN, running
-    from tests.support.hosts import hosts
+    from tests.support.hosts import hosts, process_name
 
     keys_file = folder / "keys.yaml"
     write_keys(keys_file, KEYS)
@@ -163,9 +166,14 @@ def two_hosts(model: Path, folder: Path) -> Iterator[Running]:
                 there = [one for one in cluster.info()["gateways"] if one["host"] == made.addresses[1]]
                 os.kill(there[0]["pid"], signal.SIGKILL)
 
+            def lose() -> None:
+                for pid in made.pids(1):
+                    if process_name(pid).startswith("gateway."):
+                        os.kill(pid, signal.SIGKILL)
+
             clients = lambda command: (made.command(3, *command), cluster.environment)  # noqa: E731
             security = ClientSecurity(TOKEN, str(cluster.ca))
-            yield Running(cluster.addresses, [], keys_file, str(cluster.ca), security, clients, kill)
+            yield Running(cluster.addresses, [], keys_file, str(cluster.ca), security, clients, kill, lose)
 
 
 def storm(running: Running, case: str, seconds: float) -> list[Outcome]:
@@ -180,7 +188,9 @@ def storm(running: Running, case: str, seconds: float) -> list[Outcome]:
     asked = Storm(seconds, running.grpc, running.http, streams, running.ca)
     command, environment = running.command([sys.executable, "-m", "tests.benchmarks.key_load"])
     events: list[tuple[float, Callable[[], None]]] = []
-    if case != "calm":
+    if case == LOST and running.lose is not None:
+        events = [(KILLS[0] * seconds, running.lose)]
+    elif case != "calm":
         events += [(part * seconds, running.kill) for part in KILLS]
     if case == "reload":
         more = Limits("more", 1, None, 0.0)
@@ -272,8 +282,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = benchmark_parser(__file__, __doc__)
     parser.add_argument("--seconds", type=float, default=SECONDS, help="of each case's storm")
     parser.add_argument("--hosts", action="store_true", help="a gateway on each of two hosts, as root")
-    add_list(parser, "--cases", default=CASES, choices=CASES, help="default: all")
+    add_list(parser, "--cases", default=CASES, choices=(*CASES, LOST), help="default: calm kill reload")
     options = parser.parse_args(arguments)
+    if LOST in options.cases and not options.hosts:
+        parser.error("--cases lost is given without --hosts")
     result: dict[str, Any] = {"case": "hosts" if options.hosts else "processes", "seconds": options.seconds}
     result |= {"cases": {}, "targets": []}
     start = two_hosts if options.hosts else two_processes

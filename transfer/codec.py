@@ -88,7 +88,7 @@ def _check_slots(begins: Int64Array, lengths: Int64Array) -> None:
     if first < -1:
         raise InvalidPositionMap(f"a run begins at {first}; slots are at least 0, or -1 to skip")
     if shortest < 1 or longest > MAX_SLOT:
-        raise InvalidPositionMap(f"lengths are {shortest} … {longest}; 1 … {MAX_SLOT} are accepted")
+        raise InvalidPositionMap(f"lengths are {shortest} … {longest}; they must be from 1 to {MAX_SLOT}")
     _check_end(int((begins + lengths).max()))
 
 
@@ -163,7 +163,7 @@ def _decode_column(reader: "_Reader", count: int, patches: bool = True) -> Int64
     if patched:
         num_patches = reader.varint("num_patches")
         if not 1 <= num_patches <= count:
-            raise InvalidPositionMap(f"num_patches is {num_patches}; 1 … {count} are accepted")
+            raise InvalidPositionMap(f"num_patches is {num_patches}; it must be from 1 to {count}")
         where = _decode_column(reader, num_patches, patches=False)
         high = _decode_column(reader, num_patches, patches=False)
         if where[0] < 0 or where[-1] >= count or np.any(np.diff(where) < 1):
@@ -175,7 +175,7 @@ def _decode_column(reader: "_Reader", count: int, patches: bool = True) -> Int64
         k[where] |= high << width
     if unit < 1 or abs(base) > VALUE_LIMIT or base + unit * int(k.max()) > VALUE_LIMIT:
         raise InvalidPositionMap(
-            f"a column reaches from {base} to {base + unit * int(k.max())}; ±{VALUE_LIMIT} is accepted"
+            f"a column reaches from {base} to {base + unit * int(k.max())}; it must stay within ±{VALUE_LIMIT}"
         )
     return base + unit * k
 
@@ -212,7 +212,7 @@ class _Reader:
         """Reads and checks begin and length of a run that stands apart."""
         begin, length = self.varint("begin") - 1, self.varint("length")
         if not 1 <= length <= MAX_SLOT:
-            raise InvalidPositionMap(f"a length is {length}; 1 … {MAX_SLOT} are accepted")
+            raise InvalidPositionMap(f"a length is {length}; it must be from 1 to {MAX_SLOT}")
         _check_end(begin + length)
         return begin, length
 

@@ -34,9 +34,9 @@ class Signal:
 def pack_signal(generation: int, num_tokens: int) -> int:
     """The signal word, never 0. InvalidArgument when a part does not fit its bits."""
     if not 1 <= generation <= MAX_GENERATION:
-        raise InvalidArgument(f"generation is {generation}; 1 … {MAX_GENERATION} are accepted")
+        raise InvalidArgument(f"generation is {generation}; it must be from 1 to {MAX_GENERATION}")
     if not 0 <= num_tokens <= MAX_TOKENS:
-        raise InvalidArgument(f"num_tokens is {num_tokens}; 0 … {MAX_TOKENS} are accepted")
+        raise InvalidArgument(f"num_tokens is {num_tokens}; it must be from 0 to {MAX_TOKENS}")
     return generation << TOKEN_BITS | num_tokens
 
 
@@ -49,7 +49,7 @@ def pack_payload(token_id: int, digest: int) -> int:
     """The payload word. InvalidArgument when a part does not fit its bits."""
     for name, value, bits in (("token_id", token_id, TOKEN_ID_BITS), ("digest", digest, DIGEST_BITS)):
         if not 0 <= value < 1 << bits:
-            raise InvalidArgument(f"{name} is {value}; 0 … {(1 << bits) - 1} are accepted")
+            raise InvalidArgument(f"{name} is {value}; it must be from 0 to {(1 << bits) - 1}")
     return digest << TOKEN_ID_BITS | token_id
 
 

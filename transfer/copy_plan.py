@@ -69,7 +69,9 @@ def plan_copy(source_slots: Int32Array, target_slots: Int32Array, page_size: int
 def check_slots(field: str, slots: Int32Array, num_slots: int) -> None:
     """InvalidArgument for slots (int32 [n]) outside a pool."""
     if slots.size and int(slots.view(np.uint32).max()) >= num_slots:  # negative ones become large
-        raise InvalidArgument(f"{field} are {int(slots.min())} … {int(slots.max())}; 0 … {num_slots - 1} are accepted")
+        raise InvalidArgument(
+            f"{field} are {int(slots.min())} … {int(slots.max())}; they must be from 0 to {num_slots - 1}"
+        )
 
 
 def _runs_of_pages(

@@ -42,17 +42,17 @@ class TransportConfig:
             if getattr(self, name) < 1:
                 raise InvalidArgument(f"{name} is {getattr(self, name)}; it must be at least 1")
         if not 0 <= self.pe < self.num_pes:
-            raise InvalidArgument(f"pe is {self.pe}; 0 … {self.num_pes - 1} are accepted")
+            raise InvalidArgument(f"pe is {self.pe}; it must be from 0 to {self.num_pes - 1}")
         if self.layouts and (len(self.layouts) != self.num_pes or self.layouts[self.pe] != self.layout):
             raise InvalidArgument(
-                f"layouts has {len(self.layouts)} entries; one for each of the {self.num_pes} PEs is accepted, that of "
-                f"PE {self.pe} being its own"
+                f"layouts has {len(self.layouts)} entries; it must have one for each of the {self.num_pes} PEs, that "
+                f"of PE {self.pe} being its own"
             )
         if self.epoch < 0:
             raise InvalidArgument(f"epoch is {self.epoch}; it must be at least 0")
         if self.epochs and (len(self.epochs) != self.num_pes or self.epochs[self.pe] != self.epoch):
             raise InvalidArgument(
-                f"epochs is {self.epochs}; one for each of the {self.num_pes} PEs is accepted, that of PE {self.pe} "
+                f"epochs is {self.epochs}; it must have one for each of the {self.num_pes} PEs, that of PE {self.pe} "
                 f"being {self.epoch}"
             )
 
@@ -75,7 +75,7 @@ class TransportConfig:
         """The same PE once another has begun an epoch of its own. InvalidArgument unless it is a later one."""
         before = self.all_epochs
         if pe == self.pe or epoch <= before[pe]:
-            raise InvalidArgument(f"epoch of PE {pe} is {epoch}; a later one than {before[pe]}, of a peer, is accepted")
+            raise InvalidArgument(f"epoch of PE {pe} is {epoch}; it must be later than {before[pe]}, and of a peer")
         return replace(self, epochs=(*before[:pe], epoch, *before[pe + 1 :]))
 
     @property
@@ -113,7 +113,7 @@ def read_handle(transport: str, config: TransportConfig, pe: int, data: bytes) -
     """Returns the details of one PE; see read_handles."""
     most = HANDLE_BYTES + PEER_BYTES * config.num_pes
     if len(data) > most:
-        raise MembershipRefused(f"PE {pe}'s handle has {len(data)} bytes; at most {most} are accepted")
+        raise MembershipRefused(f"PE {pe}'s handle has {len(data)} bytes; it may have at most {most}")
     return _read_handle(_identity(transport, config.of(pe)) | {"pe": pe}, pe, data)
 
 

@@ -92,7 +92,7 @@ def _check_alike(own: "KVLayout", peer: "KVLayout") -> None:
         )
     for name, mine, theirs in pairs:
         if mine != theirs:
-            raise InvalidArgument(f"{name} is {theirs} at the peer; {mine} is accepted, for shards of one layout")
+            raise InvalidArgument(f"{name} is {theirs} at the peer; it must be {mine}, for shards of one layout")
 
 
 def _num_heads(layout: "KVLayout", group: "LayerGroup") -> int:
@@ -169,8 +169,8 @@ def _check_scales(
                 held = _of_heads(here, of_own)[region.heads], _of_heads(there, of_peer)[region.peer_heads]
                 if held[0] != held[1]:
                     raise InvalidArgument(
-                        f"{name} scales of layer {own.shard.first_layer + layer} are {held[1]} at the peer; {held[0]} "
-                        "are accepted"
+                        f"{name} scales of layer {own.shard.first_layer + layer} are {held[1]} at the peer; they must "
+                        f"be {held[0]}"
                     )
 
 

@@ -186,7 +186,7 @@ class Transport(ABC):
         if not self._joined:
             raise TransportClosed(f"PE {self.pe} has not joined island {self.config.island!r}, or has left it")
         if not 0 <= pe < self.num_pes:
-            raise InvalidArgument(f"pe is {pe}; 0 … {self.num_pes - 1} are accepted")
+            raise InvalidArgument(f"pe is {pe}; it must be from 0 to {self.num_pes - 1}")
 
     def _num_slots(self, group: int) -> int:
         return self.num_pages[group] * self.layout.paging[group].entries
@@ -195,8 +195,8 @@ class Transport(ABC):
         """IndexError unless `slots`, one at least, are in the group's pools."""
         first, last, limit = int(slots.min()), int(slots.max()), self._num_slots(group)
         if first < 0 or last >= limit:
-            raise IndexError(f"slots are {first} … {last}; 0 … {limit - 1} are accepted")
+            raise IndexError(f"slots are {first} … {last}; they must be from 0 to {limit - 1}")
 
     def _check_row(self, row: int) -> None:
         if not 0 <= row < self.num_signals:
-            raise InvalidArgument(f"row is {row}; 0 … {self.num_signals - 1} are accepted")
+            raise InvalidArgument(f"row is {row}; it must be from 0 to {self.num_signals - 1}")

@@ -120,7 +120,9 @@ def _check_slide(field: str, runs: SlotRuns, sliding: Sliding, begin: int, end: 
     """seen: the first position that the span of the layer group shows at `end`."""
     window, sink = sliding.window, sliding.sink
     if not 0 <= sink < window:
-        raise InvalidPositionMap(f"sliding has a sink of {sink}; 0 … {window - 1}, less than the window, are accepted")
+        raise InvalidPositionMap(
+            f"sliding has a sink of {sink}; it must be from 0 to {window - 1}, less than the window"
+        )
     skips = (runs.begins == SKIP).nonzero()[0]
     firsts = begin + np.cumsum(runs.lengths, dtype=np.int64) - runs.lengths
     for index in skips.tolist():

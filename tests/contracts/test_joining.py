@@ -68,7 +68,7 @@ def test_groups_have_pools_of_their_own_sizes(make: Callable[[TransportConfig], 
         with pytest.raises(IndexError):
             transports[0].write_tokens(1, group, 0, k, v, indices, torch.tensor([last + 1]))
         outside = np.array([last + 1], np.int32)
-        with pytest.raises(InvalidArgument, match=f"0 … {last} are accepted"):
+        with pytest.raises(InvalidArgument, match=f"they must be from 0 to {last}"):
             transports[0].write_slots(1, group, outside - 1, outside)
     for transport in transports:
         transport.close()
@@ -132,7 +132,7 @@ def test_bytes_that_are_no_handle_are_refused(unjoined: list[Transport], bad: by
 
 def test_a_handle_that_is_too_long_is_refused_unread(unjoined: list[Transport]) -> None:
     handles = [transport.open() for transport in unjoined]
-    with pytest.raises(MembershipRefused, match="PE 1's handle has 7169 bytes; at most 7168 are accepted"):
+    with pytest.raises(MembershipRefused, match="PE 1's handle has 7169 bytes; it may have at most 7168"):
         unjoined[0].join([handles[0], handles[1].ljust(7169), handles[2]])
 
 
@@ -145,13 +145,13 @@ def test_too_few_handles_are_refused(unjoined: list[Transport]) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"pe": 3}, "pe is 3; 0 … 2"),
+        ({"pe": 3}, "pe is 3; it must be from 0 to 2"),
         ({"num_pes": 0}, "num_pes is 0"),
         ({"num_pages": (3, 0)}, r"num_pages is \(3, 0\); it must be 2 numbers"),
         ({"num_pages": (3,)}, r"num_pages is \(3,\); it must be 2 numbers"),
         ({"num_signals": 0}, "num_signals is 0"),
         ({"epoch": -1}, "epoch is -1"),
-        ({"epochs": (7, 7)}, "epochs is .*; one for each of the 3 PEs is accepted"),
+        ({"epochs": (7, 7)}, "epochs is .*; it must have one for each of the 3 PEs"),
         ({"epochs": (8, 7, 7)}, "that of PE 0 being 7"),
     ],
 )

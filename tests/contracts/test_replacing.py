@@ -172,7 +172,7 @@ def test_a_handle_of_an_earlier_epoch_is_refused(island: list[Transport]) -> Non
     for one, peer in ((own, 1), (old, 0)):
         one.cut(peer)
     stale = old.offer(0, SECOND)
-    with pytest.raises(InvalidArgument, match=f"epoch of PE 1 is {FIRST}; a later one than {FIRST}"):
+    with pytest.raises(InvalidArgument, match=f"epoch of PE 1 is {FIRST}; it must be later than {FIRST}"):
         own.offer(1, FIRST)
     own.offer(1, SECOND)
     with pytest.raises(MembershipRefused, match=f"PE 1's handle has epoch {FIRST}; {SECOND} is expected here"):
@@ -182,7 +182,7 @@ def test_a_handle_of_an_earlier_epoch_is_refused(island: list[Transport]) -> Non
 def test_a_peer_that_is_there_is_not_replaced(island: list[Transport]) -> None:
     with pytest.raises(TransportError, match="PE 1 is still there; cut"):
         island[0].offer(1, SECOND)
-    with pytest.raises(InvalidArgument, match=r"pe is 0, this PE itself; another one of 0 … 2 is accepted"):
+    with pytest.raises(InvalidArgument, match=r"pe is 0, this PE itself; it must be another one from 0 to 2"):
         island[0].cut(0)
 
 

@@ -132,20 +132,20 @@ def test_what_both_hold_lands_and_nothing_else(make: Make, name: str) -> None:
 def test_other_layouts_and_shards_are_refused() -> None:
     whole, half = shard_of(0, 1), shard_of(1, 2)
     for wrong, message in (
-        (replace(half, page_size=8), "page_size is 8 at the peer; 4 is accepted"),
+        (replace(half, page_size=8), "page_size is 8 at the peer; it must be 4"),
         (replace(half, dtype=torch.bfloat16), "dtype is torch.bfloat16 at the peer"),
-        (replace(half, shard=WHOLE), "KV heads of group 0, of all ranks, is 4 at the peer; 8 is accepted"),
+        (replace(half, shard=WHOLE), "KV heads of group 0, of all ranks, is 4 at the peer; it must be 8"),
         (replace(half, shard=Shard(1, 2, 1)), "layer 2 stands in group 0 here, and in another at the peer"),
         (
             KVLayout((LayerGroup((0,), KV(8, 8)),), PAGE_SIZE, torch.float32),
-            "number of layer groups is 1 at the peer; 2 is",
+            "number of layer groups is 1 at the peer; it must be 2",
         ),
     ):
         with pytest.raises(InvalidArgument, match=message):
             config_of([whole, wrong])
     scales = KVScales.uniform(6, 2.0), KVScales.uniform(6, 3.0)
     scaled = [replace(one, scales=of) for one, of in zip((whole, half), scales, strict=True)]
-    with pytest.raises(InvalidArgument, match=r"k scales of layer 0 are \(3.0, .* at the peer; \(2.0, .* are accepted"):
+    with pytest.raises(InvalidArgument, match=r"k scales of layer 0 are \(3.0, .* at the peer; they must be \(2.0, "):
         config_of(scaled)
     assert config_of([replace(one, scales=scales[0]) for one in (whole, half)]).of(1).layout.shard == half.shard
 
@@ -184,5 +184,5 @@ def test_heads_are_mapped_as_regions_say(own: int, peers: int) -> None:
                 ranges = (range(one.start, one.stop) for one in (region.heads, region.peer_heads))
                 found.append(HeadRun(10 + peer, *ranges))
         assert map_heads(rank, heads, peer_heads, first_pe=10) == tuple(found)
-    with pytest.raises(InvalidArgument, match="num_heads is 3; a multiple or a divisor of 8 is accepted"):
+    with pytest.raises(InvalidArgument, match="num_heads is 3; it must be a multiple or a divisor of 8"):
         map_heads(0, 3, 8)

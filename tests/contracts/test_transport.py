@@ -213,7 +213,9 @@ def test_a_transport_serves_the_cache_as_page_writer(island: list[Transport]) ->
 @pytest.mark.parametrize("slots", [[-1, 0], [0, NUM_SLOTS]])
 def test_slots_outside_the_pools_are_refused(island: list[Transport], slots: list[int]) -> None:
     bad, good = np.array(slots, np.int32), np.array([2, 3], np.int32)
-    with pytest.raises(InvalidArgument, match=rf"target_slots are {slots[0]} … {slots[1]}; 0 … {NUM_SLOTS - 1}"):
+    with pytest.raises(
+        InvalidArgument, match=rf"target_slots are {slots[0]} … {slots[1]}; they must be from 0 to {NUM_SLOTS - 1}"
+    ):
         island[0].write_slots(1, 0, good, bad)
     with pytest.raises(InvalidArgument, match="source_slots are"):
         island[0].write_slots(1, 0, bad, good)
@@ -234,8 +236,8 @@ def test_pes_and_signal_rows_out_of_range_are_refused(island: list[Transport]) -
             lambda pe=pe: island[0].quiet(pe),
             lambda pe=pe: island[0].post(pe, 0, 1, 1),
         ):
-            with pytest.raises(InvalidArgument, match=f"pe is {pe}; 0 … 2 are accepted"):
+            with pytest.raises(InvalidArgument, match=f"pe is {pe}; it must be from 0 to 2"):
                 call()
     for row in (-1, 4):
-        with pytest.raises(InvalidArgument, match=f"row is {row}; 0 … 3 are accepted"):
+        with pytest.raises(InvalidArgument, match=f"row is {row}; it must be from 0 to 3"):
             island[0].post(1, row, 1, 1)

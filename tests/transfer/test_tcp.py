@@ -247,7 +247,7 @@ def test_a_late_host_does_not_write_into_the_pages_of_an_epoch_that_ended(
         ({"pe": 1}, "pe is 1; another one of 0 … 1 is expected here"),
         ({"pe": 5}, "pe is 5; another one of 0 … 1 is expected here"),
         ({"token": "00" * 16}, "token is another one"),
-        ({"connection": 9}, f"connection is 9; 0 … {DATA_CONNECTIONS} are accepted"),
+        ({"connection": 9}, f"connection is 9; it must be from 0 to {DATA_CONNECTIONS}"),
         ({"protocol": 2}, "protocol is 2; 1 is expected here"),
     ],
 )
@@ -420,7 +420,7 @@ def test_whoever_has_no_certificate_of_a_pe_is_refused() -> None:
 
 
 def test_pages_are_offered_to_other_hosts_with_certificates_only() -> None:
-    with pytest.raises(ValueError, match=r"endpoint.host is '0.0.0.0'; without certificates only a loopback address"):
+    with pytest.raises(ValueError, match=r"endpoint.host is '0.0.0.0'; without certificates it must be a loopback"):
         TcpTransport(replace(config_of(0), endpoint=Endpoint("0.0.0.0")))
 
 

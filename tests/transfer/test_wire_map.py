@@ -43,7 +43,7 @@ def test_the_map_of_a_sequence_that_slides_skips_what_its_window_does_not_show()
     for sliding, message in (
         (Sliding(12, 9), r"runs\[0\] skips positions 9 … 11; a window of 12 behind 9 lets go of 9 … 10 only"),
         (Sliding(14, 10), "skips positions 9 … 11; a window of 14 behind 10"),
-        (Sliding(9, 9), "sliding has a sink of 9; 0 … 8"),
+        (Sliding(9, 9), "sliding has a sink of 9; it must be from 0 to 8"),
         (None, r"runs\[0\] skips 3 positions; it must skip the first 0 and no others"),
     ):
         with pytest.raises(InvalidPositionMap, match=message):

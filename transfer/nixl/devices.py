@@ -43,7 +43,7 @@ def interface_of(host: str) -> str:
         return "lo"
     found = [name for name in names if address in _addresses(name)]
     if not found:
-        raise TransportError(f"endpoint.host is {host}; the first address of {', '.join(names)} is accepted")
+        raise TransportError(f"endpoint.host is {host}; it must be the first address of {', '.join(names)}")
     return found[0]
 
 

@@ -140,7 +140,7 @@ class Exchange:
         elif 0 <= note.row < memory.num_signals:
             memory.post(note.row, note.signal, int(note.payload))
         else:
-            raise TransportError(f"a note has row {note.row}; 0 … {memory.num_signals - 1} are accepted")
+            raise TransportError(f"a note has row {note.row}; it must be from 0 to {memory.num_signals - 1}")
         peer.landed = number
 
     def _advance(self, link: Link, now: float) -> bool:

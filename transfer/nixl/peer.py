@@ -42,7 +42,7 @@ class Note:
     def unpack(data: bytes) -> tuple["Note", int]:
         """The note and its number. TransportError unless a PE could have sent it."""
         if len(data) != NOTE.size or data[0] not in tuple(Kind):
-            raise TransportError(f"a note has {len(data)} bytes and kind {data[:1].hex()}; {NOTE.size} are accepted")
+            raise TransportError(f"a note has {len(data)} bytes and kind {data[:1].hex()}; it must have {NOTE.size}")
         kind, row, signal, payload, number = NOTE.unpack(data)
         return Note(Kind(kind), row, signal, payload), number
 

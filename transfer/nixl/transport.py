@@ -256,7 +256,7 @@ class NixlTransport(Transport):
     def _peer_of(self, pe: int) -> Peer:
         self._check_peer(pe)
         if pe == self.pe:
-            raise InvalidArgument(f"pe is {pe}, this PE itself; another one of 0 … {self.num_pes - 1} is accepted")
+            raise InvalidArgument(f"pe is {pe}, this PE itself; it must be another one from 0 to {self.num_pes - 1}")
         return self._peers[pe]
 
     def _remote(self, pe: int) -> Remote:

@@ -203,7 +203,7 @@ class Listener:
         if not 0 <= hello.pe < config.num_pes or hello.pe == config.pe:
             return f"pe is {hello.pe}; another one of 0 … {config.num_pes - 1} is expected here"
         if not 0 <= hello.connection <= DATA_CONNECTIONS:
-            return f"connection is {hello.connection}; 0 … {DATA_CONNECTIONS} are accepted"
+            return f"connection is {hello.connection}; it must be from 0 to {DATA_CONNECTIONS}"
         with self._lock:
             if hello.pe not in self._expected:
                 return f"pe is {hello.pe}; one of {sorted(self._expected)} is expected here"

@@ -126,7 +126,7 @@ def read_header(data: bytes, layout: KVLayout, regions: Regions | None = None) -
         raise TransportError(f"a frame is for group {group}, of which the sender's shard has nothing")
     most = MAX_COUNT if kind == Kind.PAGES else staged_count(entry_bytes(layout, kind, group, region))
     if not 1 <= count <= most:
-        raise TransportError(f"a frame of {kind.name.lower()} has {count} places; 1 … {most} are accepted")
+        raise TransportError(f"a frame of {kind.name.lower()} has {count} places; it must have from 1 to {most}")
     return Header(kind, group, layer, count)
 
 
@@ -136,7 +136,7 @@ def read_signal(data: bytes, num_signals: int) -> SignalFrame:
     if number not in (Kind.POST, Kind.LANDED):
         raise TransportError(f"a signal frame has kind {number}; it must be one of post and landed")
     if row >= num_signals:
-        raise TransportError(f"a signal frame has row {row}; 0 … {num_signals - 1} are accepted")
+        raise TransportError(f"a signal frame has row {row}; it must be from 0 to {num_signals - 1}")
     return SignalFrame(Kind(number), row, signal, payload, tuple(counts))
 
 

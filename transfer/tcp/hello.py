@@ -64,7 +64,7 @@ def _packed(text: bytes) -> bytes:
 def _read(connection: socket.socket, deadline: float) -> bytes:
     (length,) = LENGTH.unpack(_read_exactly(connection, LENGTH.size, deadline))
     if length > MAX_BYTES:
-        raise MembershipRefused(f"the first message has {length} bytes; at most {MAX_BYTES} are accepted")
+        raise MembershipRefused(f"the first message has {length} bytes; it may have at most {MAX_BYTES}")
     return _read_exactly(connection, length, deadline)
 
 

@@ -103,7 +103,7 @@ class TcpTransport(Transport):
         super().__init__(config)
         if not config.endpoint.is_guarded:
             raise ValueError(
-                f"endpoint.host is {config.endpoint.host!r}; without certificates only a loopback address is accepted"
+                f"endpoint.host is {config.endpoint.host!r}; without certificates it must be a loopback address"
             )
         self.silent_seconds = config.endpoint.silent_seconds
         self.quiet_seconds = max(self.quiet_seconds, self.silent_seconds)
@@ -294,7 +294,7 @@ class TcpTransport(Transport):
     def _peer_of(self, pe: int) -> Peer:
         self._check_peer(pe)
         if pe == self.pe:
-            raise InvalidArgument(f"pe is {pe}, this PE itself; another one of 0 … {self.num_pes - 1} is accepted")
+            raise InvalidArgument(f"pe is {pe}, this PE itself; it must be another one from 0 to {self.num_pes - 1}")
         return self._peers[pe]
 
     def _offer_to(self, pe: int) -> Offer:

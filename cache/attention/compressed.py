@@ -173,7 +173,7 @@ def check_compression(x: Compression, num_tokens: int, every: int, width: int, m
     sizes = [one.shape[5] for one in made]
     if [norm.shape for norm in x.norms] != [(size,) for size in sizes]:
         raise InvalidArgument(
-            f"compression.norms have shapes {[tuple(norm.shape) for norm in x.norms]}; {sizes} are accepted"
+            f"compression.norms have shapes {[tuple(norm.shape) for norm in x.norms]}; they must be {sizes}"
         )
     if (x.query is None) != (len(sizes) == 1):
         raise InvalidArgument("compression.query must be given exactly where the layer has index keys")

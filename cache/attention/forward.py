@@ -279,7 +279,7 @@ class Attention:
         entry for each position they are the tokens."""
         tokens = self.plans[group].tokens if 0 <= group < len(self.plans) else None
         if tokens is None:
-            raise InvalidArgument(f"group is {group}; 0 … {len(self.plans) - 1} are accepted, not in graph buffers")
+            raise InvalidArgument(f"group is {group}; outside graph buffers it must be from 0 to {len(self.plans) - 1}")
         return tokens
 
     def _check_beside(self, group: int, layer: int) -> int:
@@ -287,7 +287,7 @@ class Attention:
         if group not in self.layers.beside or layer not in self.layers.beside[group]:
             accepted = {one: list(layers) for one, layers in self.layers.beside.items()}
             raise InvalidArgument(
-                f"group is {group} and layer {layer}; of groups beside others these layers are accepted: {accepted}"
+                f"group is {group} and layer {layer}; groups beside others have these layers: {accepted}"
             )
         return self.layers.beside[group][layer]
 
@@ -377,7 +377,7 @@ class Attention:
         places = self.layers.places
         if layer not in places:
             accepted = ", ".join(map(str, sorted(places)))
-            raise InvalidArgument(f"layer is {layer}; {accepted} are accepted")
+            raise InvalidArgument(f"layer is {layer}; it must be one of {accepted}")
         group, index = places[layer]
         return self.groups[group], self.plans[group], index
 

@@ -38,9 +38,9 @@ class SlidingSequences:
     def check_window(self, window: int, sink: int, max_length: int) -> None:
         most = max_length - 2 * self._table.page_size + 1
         if not 1 <= integer("window", window) <= most:
-            raise InvalidArgument(f"window is {window}; 1 … {most} are accepted")
+            raise InvalidArgument(f"window is {window}; it must be from 1 to {most}")
         if not 0 <= integer("sink", sink) < window:
-            raise InvalidArgument(f"sink is {sink}; 0 … {window - 1}, less than the window, are accepted")
+            raise InvalidArgument(f"sink is {sink}; it must be from 0 to {window - 1}, less than the window")
         if self._rotations.by_length:
             raise InvalidArgument(
                 "RoPE is dynamic or longrope, by the length of a sequence; those with a sliding window need another"
@@ -53,7 +53,7 @@ class SlidingSequences:
         if length > max(sink, most):
             raise InvalidArgument(
                 f"{length} positions are rotated before the sequence slides by a window of {window} behind {sink}; at "
-                f"most {max(sink, most)} are accepted"
+                f"most {max(sink, most)} are allowed"
             )
 
     def check_reach(self, seq_ids: Sequence[int], rows: Int64Array, new_lengths: Int64Array) -> None:
@@ -68,8 +68,9 @@ class SlidingSequences:
         if beyond.size:
             first = int(beyond[0])
             raise InvalidArgument(
-                f"sequence {seq_ids[first]} would have {new_lengths[first] + table.dropped[rows[first]]} positions; at "
-                f"most {self._rotations.max_positions} are accepted before K that was rotated by its position has left"
+                f"sequence {seq_ids[first]} would have {new_lengths[first] + table.dropped[rows[first]]} positions; "
+                f"it may have at most {self._rotations.max_positions} before K that was rotated by its position has "
+                "left"
             )
 
     def slid(
@@ -120,8 +121,8 @@ class SlidingSequences:
         if beyond.size:
             first = int(beyond[0])
             raise InvalidArgument(
-                f"append_lengths[{first}] is {appends[first]}; sequence {seq_ids[first]} slides and is to send what it "
-                f"holds: {ends[first] - lengths[first]}, up to the end of its position map, and fewer are accepted"
+                f"append_lengths[{first}] is {appends[first]}; sequence {seq_ids[first]} slides and is to send what "
+                f"it holds: it must be at most {ends[first] - lengths[first]}, up to the end of its position map"
             )
 
     def plan(
@@ -209,8 +210,8 @@ class SlidingSequences:
         all_rotated = sliding is None and into is not None and into.rotated >= position_map.end_position
         if into != sliding and not all_rotated:
             raise InvalidArgument(
-                f"the position map is of a sequence with {into}; the sender's {sliding} is accepted: "
-                "the receiver must slide alike, and have as much of K rotated"
+                f"the position map is of a sequence with {into}; the sender's sequence has {sliding}: the "
+                "receiver must slide alike, and have as much of K rotated"
             )
         cached = int(self._table.lengths[row] + sliding_table.dropped[row])
         begin, end = position_map.start_position, position_map.end_position

@@ -36,7 +36,7 @@ class Beside(ServedKind):
     takes = Entries
     serves = "store"
     holds = "entries beside others"
-    no_scales = "entries beside others, or with one plane; None is accepted"
+    no_scales = "entries beside others, or with one plane; scales must be None"
     no_sliding = "entries beside"
 
     @property
@@ -51,14 +51,14 @@ class Beside(ServedKind):
         super().check(index, groups, page_size)
         layers = groups[index].layers
         if self.planes not in (1, 2):
-            raise InvalidArgument(f"planes of group {index} is {self.planes}; 1 and 2 are accepted")
+            raise InvalidArgument(f"planes of group {index} is {self.planes}; it must be 1 or 2")
         if self.dtype is not None and self.dtype not in DTYPES.values():
             raise InvalidArgument(f"dtype of group {index} is {self.dtype}; it must be one of {', '.join(DTYPES)}")
         stored = {layer for one in groups if one.kind.attended for layer in one.layers}
         if not layers or not set(layers) <= stored or len(set(layers)) < len(layers):
             raise InvalidArgument(
-                f"group {index} stands beside others with layers {list(layers)}; some of {sorted(stored)}, each once, "
-                "are accepted"
+                f"group {index} stands beside others with layers {list(layers)}; they must be some of "
+                f"{sorted(stored)}, each once"
             )
         if self.top_k is None:
             return

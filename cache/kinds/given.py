@@ -31,6 +31,6 @@ class GivenKV(KV):
             )
         if groups[0].keeps.given or any(isinstance(group.kind, Latent) for group in groups):
             raise InvalidArgument(
-                f"layers {layers} keep an encoder's entries; a first group that keeps its own, and K and V in all "
-                "groups are accepted"
+                f"layers {layers} keep an encoder's entries; the first group must keep its own, and all groups must "
+                "keep K and V"
             )

@@ -50,7 +50,7 @@ class IndexKeys(ServedKind):
         """Index keys serve some layers of one group with latents, the first among them; none is served twice."""
         super().check(index, groups, page_size)
         if not 1 <= integer(f"still of group {index}", self.still) < self.head_dim:
-            raise InvalidArgument(f"group {index} has still {self.still}; 1 … {self.head_dim - 1} are accepted")
+            raise InvalidArgument(f"group {index} has still {self.still}; it must be from 1 to {self.head_dim - 1}")
         integer(f"top_k of group {index}", self.top_k, least=1)
         layers = groups[index].layers
         served = next((of for of in groups if kind_of(of).takes is Latents and {*layers} <= {*of.layers}), None)

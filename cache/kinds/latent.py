@@ -49,7 +49,7 @@ class Latent(ServedKind):
     def check(self, index: int, groups: Sequence[LayerGroup], page_size: int) -> None:
         super().check(index, groups, page_size)
         if not 1 <= integer(f"rank of group {index}", self.rank) < self.head_dim:
-            raise InvalidArgument(f"group {index} has rank {self.rank}; 1 … {self.head_dim - 1} are accepted")
+            raise InvalidArgument(f"group {index} has rank {self.rank}; it must be from 1 to {self.head_dim - 1}")
 
     def backend(self, site: Site) -> LatentBackend:
         """Makes FlashInfer's backend for 16 bits on a GPU, else torch's."""

@@ -31,7 +31,7 @@ class Shared(ServedKind):
     holds = "K and V in one plane"
     needs_call = True
     by_token = True
-    no_scales = "entries beside others, or with one plane; None is accepted"
+    no_scales = "entries beside others, or with one plane; scales must be None"
     no_sliding = "K and V in one plane"
 
     def check(self, index: int, groups: Sequence[LayerGroup], page_size: int) -> None:
@@ -45,8 +45,8 @@ class Shared(ServedKind):
             if own and not compresses(own, self.head_dim):
                 raise InvalidArgument(
                     f"layer {layer}, of K and V in one plane, has groups beside it that keep "
-                    f"{[str(kind.keeps) for kind in own]}; one that keeps an entry for several positions is accepted, "
-                    "with a window of one or two entries for what these are made of"
+                    f"{[str(kind.keeps) for kind in own]}; one must keep an entry for several positions, with a "
+                    "window of one or two entries for what these are made of"
                 )
 
     def backend(self, site: Site) -> AttentionBackend[SharedKV]:

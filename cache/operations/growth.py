@@ -156,7 +156,7 @@ class Growth:
         each_one = appends.base is self._ones or not np.count_nonzero(appends != 1)
         for length in () if each_one else (int(appends.min()), int(appends.max())):  # sums of larger ones overflow
             if not 1 <= length <= self.table.max_length:
-                raise InvalidArgument(f"append_lengths has {length}; 1 … {self.table.max_length} are accepted")
+                raise InvalidArgument(f"append_lengths has {length}; each must be from 1 to {self.table.max_length}")
         if self.receptions.incoming and self.table.receiving[rows].any():
             self.receptions.check_settled(seq_ids[int(self.table.receiving[rows].argmax())])
         return each_one

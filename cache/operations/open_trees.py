@@ -125,14 +125,14 @@ class OpenTrees:
             if num_nodes > room:
                 raise InvalidArgument(
                     f"{name} makes a tree of {num_nodes} nodes behind {base} positions; layer group {group} keeps "
-                    f"chunks of {chunk}, so at most {room} nodes are accepted"
+                    f"chunks of {chunk}, so the tree may have at most {room} nodes"
                 )
         for group, every in enumerate(self._every):
             if (base + num_nodes) // every > base // every and every > 1:
                 raise InvalidArgument(
                     f"{name} makes a tree of {num_nodes} nodes behind {base} positions; layer group {group} keeps an "
-                    f"entry for {every} positions, which no node may complete, so at most {every - 1 - base % every} "
-                    "nodes are accepted"
+                    f"entry for {every} positions, which no node may complete, so the tree may have at most "
+                    f"{every - 1 - base % every} nodes"
                 )
 
     def _leaf(self, sequence: int, leaf: int) -> tuple[Int64Array, int]:
@@ -142,7 +142,9 @@ class OpenTrees:
                 f"sequence {sequence} has no open token tree; token_tree_parents of a batch opens one"
             )
         if not -1 <= leaf < tree.size:
-            raise InvalidArgument(f"leaf_indices has {leaf} for sequence {sequence}; -1 … {tree.size - 1} are accepted")
+            raise InvalidArgument(
+                f"leaf_indices has {leaf} for sequence {sequence}; it must be from -1 to {tree.size - 1}"
+            )
         return tree, leaf
 
     def _compact(self, rows: Int64Array, bases: Int64Array, paths: list[Int64Array]) -> None:

@@ -43,8 +43,8 @@ class Receptions:
         begin = table.num_positions(row)
         if begin + length < table.border(row):
             raise InvalidArgument(
-                f"length is {length}; an encoder's positions come whole, so at least {table.border(row) - begin} are "
-                "accepted"
+                f"length is {length}; an encoder's positions come whole, so it must be at least "
+                f"{table.border(row) - begin}"
             )
         rows = np.array([row])
         with self.sliding.slid(rows, np.array([length]), receive=True) as gone:

@@ -57,7 +57,7 @@ class SequenceCalls(Parts):
         at, most = (length if position == -1 else position), min(sink, length)
         least = self._table.border(row)
         if not least <= at <= most:
-            raise InvalidArgument(f"position is {position}; -1 (all {length}) and {least} … {most} are accepted")
+            raise InvalidArgument(f"position is {position}; it must be -1 (all {length}) or from {least} to {most}")
         self.add_sequence(child, int(self._table.encoder_lens[row]))
         try:
             self._pages.fork(row, self._table.row(child), at)
@@ -93,7 +93,7 @@ class SequenceCalls(Parts):
         self._receptions.check_settled(sequence)
         length = int(self._table.lengths[row]) - count
         if count < 0 or length < 0:
-            raise InvalidArgument(f"counts has {count} for sequence {sequence}; 0 … {length + count} are accepted")
+            raise InvalidArgument(f"counts has {count} for sequence {sequence}; it must be from 0 to {length + count}")
         self._sliding.check_cut(row, length)
         self._trees.pop(sequence, count)
         self._pages.cut(row, length)
@@ -302,7 +302,7 @@ class SequenceCalls(Parts):
         are the same."""
         row = self._table.row(sequence)
         if not 0 <= integer("group", group) < len(self._groups):
-            raise InvalidArgument(f"group is {group}; 0 … {len(self._groups) - 1} are accepted")
+            raise InvalidArgument(f"group is {group}; it must be from 0 to {len(self._groups) - 1}")
         length = self.layout.paging[group].num_entries(self._table.num_positions(row))
         if not 0 <= integer("begin", begin) <= integer("end", end) <= length:
             raise InvalidArgument(f"begin and end are {begin} and {end}; they must be 0 ≤ begin ≤ end ≤ {length}")
@@ -324,8 +324,8 @@ class SequenceCalls(Parts):
         size = self.layout.page_size
         if self.layout.has_encoder and not 1 <= encoder_len <= self.max_sequence_length // size * size:
             raise InvalidArgument(
-                f"encoder_len is {encoder_len}; the layout has an encoder, so "
-                f"1 … {self.max_sequence_length // size * size} are accepted"
+                f"encoder_len is {encoder_len}; the layout has an encoder, so it must be from 1 to "
+                f"{self.max_sequence_length // size * size}"
             )
 
     def _salt(self, row: int, token_ids: Int64Array, salt: bytes) -> bytes:

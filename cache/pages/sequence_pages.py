@@ -84,16 +84,16 @@ class SequencePages:
         border = int(self._table.borders[row])
         if length < border * self._page_size:
             raise InvalidArgument(
-                f"{what} would have {length} positions; an encoder's come whole: at least {border * self._page_size} "
-                "are accepted"
+                f"{what} would have {length} positions; an encoder's come whole: it must have at least "
+                f"{border * self._page_size}"
             )
         held = self._table.num_positions(row)
         for index, group in enumerate(self._groups):
             if group.snapshots is not None and length not in (0, held) and not group.has_state(row, length):
                 others = [one for one in group.snapshots.positions(row) if one != held]
                 raise InvalidArgument(
-                    f"{what} would have {length} positions, but layer group {index} has no state there: it has those "
-                    f"behind {', '.join(map(str, (0, *others, held)))}, which are accepted"
+                    f"{what} would have {length} positions, but layer group {index} has no state there: it has states "
+                    f"after {', '.join(map(str, (0, *others, held)))} positions"
                 )
             begin = group.first_page(row)
             if group.first_page_index(length, border) < begin:
@@ -101,7 +101,7 @@ class SequencePages:
                 least = bisect_left(lengths, begin, key=partial(group.first_page_index, border=border))
                 raise InvalidArgument(
                     f"{what} would have {length} positions, but those before {begin * self._page_size} have left the "
-                    f"window of layer group {index}; at least {least} are accepted"
+                    f"window of layer group {index}; it must have at least {least}"
                 )
 
     def check_unsent(self, seq_ids: Sequence[int], rows: Int64Array, appends: Int64Array, marks: SendMarks) -> None:
@@ -348,8 +348,8 @@ class SequencePages:
         count = int(np.count_nonzero(appends > 1)) if drafted else 0
         if count > self._rule.drafted:
             raise InvalidArgument(
-                f"append_lengths has {count} sequences with drafts; at most {self._rule.drafted} are accepted, "
-                "as many as there are pages for the states before drafts"
+                f"append_lengths has {count} sequences with drafts; it may have at most {self._rule.drafted}, as many "
+                "as there are pages for the states before drafts"
             )
 
     def keep_states(

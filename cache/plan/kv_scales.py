@@ -46,7 +46,7 @@ class KVScales:
                 if len(of_layer) not in (1, heads):
                     accepted = "1 number" if heads == 1 else f"1 or {heads} numbers"
                     raise InvalidArgument(
-                        f"scales.{name} has {len(of_layer)} numbers for layer {layer}; {accepted} are accepted"
+                        f"scales.{name} has {len(of_layer)} numbers for layer {layer}; it must have {accepted}"
                     )
                 for scale in of_layer:
                     check_factor(f"scales.{name} of layer {layer}", scale)

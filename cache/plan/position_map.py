@@ -111,7 +111,7 @@ class PositionMap:
             return
         for group, (runs, count) in enumerate(zip(self.runs, self._counts(self.every), strict=True)):
             if runs.num_tokens != count:
-                raise InvalidArgument(f"runs[{group}] hold {runs.num_tokens} entries; {count} are accepted")
+                raise InvalidArgument(f"runs[{group}] hold {runs.num_tokens} entries; they must hold {count}")
 
     @property
     def num_tokens(self) -> int:

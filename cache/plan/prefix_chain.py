@@ -43,7 +43,7 @@ def digest_chain(token_ids: Int64Array, page_size: int, num_pages: int, salt: by
 
 def _check_salt(salt: bytes) -> None:
     if len(salt) > MAX_SALT_BYTES:
-        raise InvalidArgument(f"salt has {len(salt)} bytes; at most {MAX_SALT_BYTES} are accepted")
+        raise InvalidArgument(f"salt has {len(salt)} bytes; it may have at most {MAX_SALT_BYTES}")
 
 
 def _chain(token_ids: Int64Array, page_size: int, num_pages: int, salt: bytes) -> Iterator[bytes]:

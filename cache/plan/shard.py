@@ -23,7 +23,7 @@ class Shard:
         integer("size of the shard", self.size, least=1)
         integer("first_layer of the shard", self.first_layer, least=0)
         if not 0 <= integer("rank of the shard", self.rank) < self.size:
-            raise InvalidArgument(f"rank of the shard is {self.rank}; 0 … {self.size - 1} are accepted")
+            raise InvalidArgument(f"rank of the shard is {self.rank}; it must be from 0 to {self.size - 1}")
 
     def part(self, name: str, count: int) -> range:
         """This rank's of `count` heads, experts or columns. InvalidArgument when the ranks cannot have as many each."""
@@ -36,7 +36,7 @@ class Shard:
         """This rank's of `count` experts or tokens: one at least, and one more or less than others have.
         InvalidArgument when there are fewer than ranks."""
         if count < self.size:
-            raise InvalidArgument(f"{name} is {count}; at least one for each of the {self.size} ranks is accepted")
+            raise InvalidArgument(f"{name} is {count}; it must be at least one for each of the {self.size} ranks")
         return range(self.rank * count // self.size, (self.rank + 1) * count // self.size)
 
     def replicas(self, name: str, heads: int) -> int:
@@ -82,7 +82,7 @@ def map_heads(rank: int, num_heads: int, num_peer_heads: int, first_pe: int = 0)
     InvalidArgument unless one of the numbers divides the other."""
     few, many = sorted((num_heads, num_peer_heads))
     if integer("num_heads", few, least=1) and many % few:
-        raise InvalidArgument(f"num_heads is {num_heads}; a multiple or a divisor of {num_peer_heads} is accepted")
+        raise InvalidArgument(f"num_heads is {num_heads}; it must be a multiple or a divisor of {num_peer_heads}")
     if num_heads <= num_peer_heads:
         ranks = num_peer_heads // num_heads  # that share a peer
         begin = rank % ranks * num_heads

@@ -53,13 +53,13 @@ def extend_tree(parents: Int64Array, more: Int64Array, name: str) -> Int64Array:
     """
     total = parents.size + more.size
     if total > MAX_NODES:
-        raise InvalidArgument(f"{name} makes a tree of {total} nodes; at most {MAX_NODES} are accepted")
+        raise InvalidArgument(f"{name} makes a tree of {total} nodes; it may have at most {MAX_NODES}")
     nodes = np.arange(parents.size, total)
     wrong = np.flatnonzero((more < -1) | (more >= nodes))
     if wrong.size:
         node = int(nodes[wrong[0]])
         raise InvalidArgument(
-            f"{name} has {int(more[wrong[0]])} as parent of node {node}; -1 … {node - 1} are accepted"
+            f"{name} has {int(more[wrong[0]])} as parent of node {node}; it must be from -1 to {node - 1}"
         )
     return np.concatenate((parents, more))
 

@@ -51,8 +51,8 @@ class Pinning:
             with self.changed:
                 if status:
                     self.error = (
-                        f"cache.host_bytes: of {memory.numel()} bytes this host could pin {pinned}; no more are "
-                        f"accepted (CUDA error {status})"
+                        f"cache.host_bytes: of {memory.numel()} bytes this host could pin {pinned}; set no more (CUDA "
+                        f"error {status})"
                     )
                     log.error("%s", self.error)
                 else:
@@ -133,9 +133,7 @@ def _map(num_bytes: int) -> Tensor:
     try:
         mapped = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError, ValueError) as error:
-        raise MemoryError(
-            f"cache.host_bytes: this host has no {num_bytes} bytes left; fewer are accepted: {error}"
-        ) from error
+        raise MemoryError(f"cache.host_bytes: this host has no {num_bytes} bytes left; set fewer: {error}") from error
     mapped.madvise(mmap.MADV_DONTFORK)  # after a fork, copy-on-write would replace the pinned pages
     return torch.from_numpy(np.frombuffer(mapped, np.uint8))
 

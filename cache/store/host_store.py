@@ -39,7 +39,7 @@ class HostStore:
         verify: whether fetched pages are compared with what was put, by sums. agree: the sum of what all ranks of the
         worker give it. grows: it keeps nothing before widen(). make_lanes: None is by the pools' device."""
         if len(num_slots) != len(pools) or min(num_slots) < 0:
-            raise InvalidArgument(f"num_slots is {tuple(num_slots)}; {len(pools)} counts of at least 0 are accepted")
+            raise InvalidArgument(f"num_slots is {tuple(num_slots)}; it must be {len(pools)} counts of at least 0")
         self.page_bytes = [pool[0].nbytes for pool in pools]
         self._memory = HostMemory(num_slots, self.page_bytes, pools[0].device)
         self._shelves = [Shelf(0 if grows else count) for count in num_slots]

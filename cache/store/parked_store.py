@@ -42,7 +42,7 @@ class ParkedStore:
         those of the store behind the prefix index, where there is one; both stores then use the same lanes. make_lanes:
         None is by the pools' device."""
         if len(num_slots) != len(pools) or min(num_slots) < 0:
-            raise InvalidArgument(f"num_slots is {tuple(num_slots)}; {len(pools)} counts of at least 0 are accepted")
+            raise InvalidArgument(f"num_slots is {tuple(num_slots)}; it must be {len(pools)} counts of at least 0")
         self._page_bytes = [pool[0].nbytes for pool in pools]
         self._free = [list(range(count))[::-1] for count in num_slots]
         self._slots: dict[int, list[Int32Array]] = {}  # by sequence, of each group
@@ -101,6 +101,4 @@ def _allocate(num_bytes: int, *, pinned: bool) -> Tensor:
     try:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
     except RuntimeError as error:
-        raise MemoryError(
-            f"cache.parked_bytes: this host has no {num_bytes} bytes left; fewer are accepted: {error}"
-        ) from error
+        raise MemoryError(f"cache.parked_bytes: this host has no {num_bytes} bytes left; set fewer: {error}") from error

@@ -295,7 +295,9 @@ class Program:
             self.count("appends beyond a map refused")
             return
         if any(map(side.leaves_chunk, batch, counts, parents)):
-            with pytest.raises(InvalidArgument, match=r"keeps (chunks of|an entry for) .* nodes are accepted"):
+            with pytest.raises(
+                InvalidArgument, match=r"keeps (chunks of|an entry for) .* so the tree may have at most"
+            ):
                 side.forward(batch, counts, inputs, parents, self._sinks)
             self.count("trees across chunks refused")
             return
@@ -383,7 +385,7 @@ class Program:
             (lambda: cache.prepare_receive(sequence, 1), NO_TREE),
             (lambda: cache.enable_sliding_window(sequence, 8, 2), NO_TREE),
             (lambda: cache.begin_forward([sequence], [1], token_tree_parents=[[nodes]]), f"as parent of node {nodes}"),
-            (lambda: cache.commit_token_tree([sequence], [nodes]), f"-1 … {nodes - 1} are accepted"),
+            (lambda: cache.commit_token_tree([sequence], [nodes]), f"it must be from -1 to {nodes - 1}"),
             (lambda: cache.pop(sequence, nodes + 1), f"counts has {nodes + 1}"),
         ]
         call, message = self.random.choice(calls)

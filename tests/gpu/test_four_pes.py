@@ -116,5 +116,5 @@ def test_signals_of_three_senders_come_after_their_data(island: list[PeProcess])
 
 
 def test_a_fifth_pe_is_refused(island: list[PeProcess]) -> None:
-    with pytest.raises(RuntimeError, match="InvalidArgument: pe is 4; 0 … 3"):
+    with pytest.raises(RuntimeError, match="InvalidArgument: pe is 4; it must be from 0 to 3"):
         island[2].do("call", "quiet", NUM_PES)

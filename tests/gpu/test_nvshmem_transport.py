@@ -243,9 +243,9 @@ def test_what_is_out_of_range_is_refused(island: list[PeProcess]) -> None:
             island[0].do("call", "write_slots", 1, 0, np.array([2, 3], np.int32), bad)
         with pytest.raises(RuntimeError, match="IndexError: slots are"):
             island[0].do("push_tokens", 1, 0, 0, 0, [0, 1], bad)
-    with pytest.raises(RuntimeError, match="InvalidArgument: pe is 2; 0 … 1"):
+    with pytest.raises(RuntimeError, match="InvalidArgument: pe is 2; it must be from 0 to 1"):
         island[0].do("call", "quiet", 2)
-    with pytest.raises(RuntimeError, match="InvalidArgument: row is 4; 0 … 3"):
+    with pytest.raises(RuntimeError, match="InvalidArgument: row is 4; it must be from 0 to 3"):
         island[0].do("call", "post", 1, 4, 1, 1)
     check(island, expected)
 

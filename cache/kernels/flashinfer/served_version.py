@@ -14,4 +14,4 @@ def refused_version() -> str:
         return ""
     if found.startswith(f"{SERIES}."):
         return ""
-    return f"flashinfer-python is {found}; {SERIES} is accepted: pip install 'flashinfer-python=={SERIES}.*'"
+    return f"flashinfer-python is {found}; it must be {SERIES}: pip install 'flashinfer-python=={SERIES}.*'"

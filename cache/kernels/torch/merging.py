@@ -20,8 +20,8 @@ def merge(parts: Sequence[Part]) -> Part:
     for index, (o, lse) in enumerate(parts):
         if o.shape != shape or lse.shape != shape[:2]:
             raise InvalidArgument(
-                f"parts[{index}] has o {tuple(o.shape)} and lse {tuple(lse.shape)}; {tuple(shape)} and "
-                f"{tuple(shape[:2])}, as parts[0] has, are accepted"
+                f"parts[{index}] has o {tuple(o.shape)} and lse {tuple(lse.shape)}; they must be {tuple(shape)} and "
+                f"{tuple(shape[:2])}, as parts[0] has"
             )
     total = torch.stack([lse.float() for _, lse in parts]).logsumexp(0)
     weighted = [o.float() * (lse.float() - total).exp().unsqueeze(-1) for o, lse in parts]

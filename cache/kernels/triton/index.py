@@ -44,7 +44,7 @@ class TritonIndexKernels(AppendThenChoose):
         super().__init__(pool)
         self._pool, self._rank, self._top_k, self._fp8 = pool, rank, top_k, fp8
         if fp8 is not None and fp8.num_groups > 1:
-            raise InvalidArgument(f"index_head_dim is {fp8.width}; in 8 bits at most {GROUP_COLUMNS} are accepted")
+            raise InvalidArgument(f"index_head_dim is {fp8.width}; in 8 bits it must be at most {GROUP_COLUMNS}")
 
     def plan(self, tokens: TokenLayout, tables: PageTables) -> IndexPlan:
         choosers, device = Choosers.of(tokens, tables, self._top_k), self._pool.device

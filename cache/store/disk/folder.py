@@ -56,8 +56,8 @@ class PageFolder:
             if time.monotonic() >= until:
                 owner = (self.path / LOCK_NAME).read_bytes()[:32].decode(errors="replace")
                 raise InvalidArgument(
-                    f"cache.disk_path: process {owner or 'unknown'} uses {self.path}; a folder that no other cluster "
-                    "uses is accepted"
+                    f"cache.disk_path: process {owner or 'unknown'} uses {self.path}; give a folder that no other "
+                    "cluster uses"
                 )
             time.sleep(POLL_SECONDS)
         self._lock = lock
@@ -69,8 +69,7 @@ class PageFolder:
         room = here + shutil.disk_usage(self.path).free
         if num_bytes > room:
             raise InvalidArgument(
-                f"cache.disk_bytes takes {num_bytes} bytes in {self.path}, whose disk has room for {room}; fewer are "
-                "accepted"
+                f"cache.disk_bytes takes {num_bytes} bytes in {self.path}, whose disk has room for {room}; set fewer"
             )
 
 

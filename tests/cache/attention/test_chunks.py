@@ -58,7 +58,7 @@ def test_a_chunk_leaves_as_a_whole_when_the_next_begins() -> None:
     assert held == [position % 8 // 4 + 1 for position in range(20)]
     assert cache.first_position(0) == 16
     assert cache.room(60, 2).needed == (3,)  # the last of a chunk, and the first of the next
-    with pytest.raises(InvalidArgument, match=r"have 15 positions, but those before 16 .* at least 16 are accepted"):
+    with pytest.raises(InvalidArgument, match=r"have 15 positions, but those before 16 .* it must have at least 16"):
         cache.pop(0, 5)
     cache.pop(0, 4)
     cache.fork_sequence(0, 1)
@@ -149,9 +149,8 @@ def test_trees_end_with_their_chunk() -> None:
     cache = cache_of(BOTH)
     cache.add_sequence(0)
     run(cache, [0], [13], draw_inputs(BOTH, 13, seed=0))
-    message = (
-        r"token_tree_parents\[0\] makes a tree of 4 nodes behind 13 positions; .* 1 keeps chunks of 8, so at most 3"
-    )
+    tree = r"token_tree_parents\[0\] makes a tree of 4 nodes behind 13 positions"
+    message = rf"{tree}; .* 1 keeps chunks of 8, so the tree may have at most 3"
     with pytest.raises(InvalidArgument, match=message):
         cache.begin_forward([0], [4], token_tree_parents=[[-1, 0, 0, 2]])
     run(cache, [0], [3], draw_inputs(BOTH, 3, seed=1), parents=[[-1, 0, 0]])

@@ -90,7 +90,7 @@ Change = Callable[[Any], dict[str, Any]]
         (lambda x: {"values": x.values[:, 1:]}, "k is "),
         (lambda x: {"gates": x.gates.half()}, "v is "),
         (lambda x: {"bias": x.bias[1:]}, r"compression.bias is \(3, 28\)"),
-        (lambda x: {"norms": x.norms[:1]}, r"compression.norms have shapes \[\(8,\)\]; \[8, 6\] are accepted"),
+        (lambda x: {"norms": x.norms[:1]}, r"compression.norms have shapes \[\(8,\)\]; they must be \[8, 6\]"),
         (lambda _: {"query": None}, "compression.query must be given exactly where the layer has index keys"),
         (lambda x: {"query": x.query._replace(q=x.query.q[1:])}, "query.q is "),
         (lambda x: {"query": x.query._replace(weights=x.query.weights.double())}, "query.weights is "),

@@ -134,8 +134,8 @@ def test_a_page_holds_one_plane_and_layouts_differ_by_their_rank() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"rank": 0}, r"rank 0; 1 … 11 are accepted"),
-        ({"rank": 12}, r"rank 12; 1 … 11 are accepted"),
+        ({"rank": 0}, r"rank 0; it must be from 1 to 11"),
+        ({"rank": 12}, r"rank 12; it must be from 1 to 11"),
     ],
 )
 def test_groups_that_cannot_be(change: dict[str, Any], message: str) -> None:

@@ -193,7 +193,7 @@ def test_both_backends_of_index_keys_choose_alike(case: Case, captured: bool, mo
 
 def test_several_scales_of_an_index_key_are_refused() -> None:
     fp8 = Fp8Rows(192, 192, torch.bfloat16)
-    with pytest.raises(InvalidArgument, match="index_head_dim is 192; in 8 bits at most 128 are accepted"):
+    with pytest.raises(InvalidArgument, match="index_head_dim is 192; in 8 bits it must be at most 128"):
         TritonIndexKernels(empty_pool(fp8), 64, 5, fp8)
 
 

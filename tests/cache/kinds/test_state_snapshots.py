@@ -287,7 +287,7 @@ def test_a_sequence_without_free_pages_keeps_its_last_snapshots() -> None:
 def test_it_goes_back_to_states_that_are_there() -> None:
     cache, tokens = cache_of(), list(range(50))
     with_prompt(cache, 0, tokens, [30])
-    message = "layer group 1 has no state there: it has those behind 0, 8, 16, 24, 28, 30, which are accepted"
+    message = "layer group 1 has no state there: it has states after 0, 8, 16, 24, 28, 30 positions"
     with pytest.raises(InvalidArgument, match="the fork would have 25 positions, but " + message):
         cache.fork_sequence(0, 1, 25)
     with pytest.raises(InvalidArgument, match="the sequence would have 29 positions, but " + message):
@@ -297,10 +297,10 @@ def test_it_goes_back_to_states_that_are_there() -> None:
     forward(cache, changed, {1: 3})
     cache.pop(0, 14)
     forward(cache, {0: tokens}, {0: 5})
-    with pytest.raises(InvalidArgument, match="it has those behind 0, 8, 16, 20, 21, which are accepted"):
+    with pytest.raises(InvalidArgument, match="it has states after 0, 8, 16, 20, 21 positions"):
         cache.pop(0, 2)
     cache.clear_prefixes()  # with them go the states that were in them
-    with pytest.raises(InvalidArgument, match="it has those behind 0, 20, 21, which are accepted"):
+    with pytest.raises(InvalidArgument, match="it has states after 0, 20, 21 positions"):
         cache.pop(0, 5)
 
 
@@ -386,13 +386,13 @@ def test_states_before_drafts_have_pages() -> None:
     for sequence in (0, 1):
         cache.add_sequence(sequence)
         forward(cache, {sequence: tokens}, {sequence: 6})
-    with pytest.raises(InvalidArgument, match="append_lengths has 2 sequences with drafts; at most 1 are accepted"):
+    with pytest.raises(InvalidArgument, match="append_lengths has 2 sequences with drafts; it may have at most 1"):
         cache.begin(Batch((0, 1), (2, 2), drafted=True))
     forward(cache, {1: tokens}, {1: 5}, drafted=True)
     cache.pop(1, 4)
     cache.pop(1, 1)
     forward(cache, {1: tokens}, {1: 2})
-    with pytest.raises(InvalidArgument, match="it has those behind 0, 8, which are accepted"):
+    with pytest.raises(InvalidArgument, match="it has states after 0, 8 positions"):
         cache.pop(1, 1)
     assert cache.room(4).total[1] == 8
 

@@ -106,7 +106,7 @@ def test_appends_that_no_sequence_can_hold(longest: int, others: list[int]) -> N
     cache = filled()
     cache.commit_token_tree([1], [-1])
     sequences = [0, 1, 2][: 1 + len(others)]
-    message = f"append_lengths has {longest}; 1 … {MAX_LENGTH} are accepted"
+    message = f"append_lengths has {longest}; each must be from 1 to {MAX_LENGTH}"
     refuses(cache, lambda: cache.begin_forward(sequences, [longest, *others]), message)
     refuses(cache, lambda: cache.begin_forward(sequences[::-1], [*others, longest]), message)
 
@@ -150,7 +150,9 @@ def test_trees_of_nobody() -> None:
 def test_groups_that_are_not_there() -> None:
     cache = filled()
     for group in (-1, 1):
-        refuses(cache, lambda group=group: cache.gather_group(0, group, 0, 3), f"group is {group}; 0 … 0 are accepted")
+        refuses(
+            cache, lambda group=group: cache.gather_group(0, group, 0, 3), f"group is {group}; it must be from 0 to 0"
+        )
 
 
 def test_reservations_below_nothing() -> None:
@@ -171,7 +173,7 @@ class WriterOfTwo(PeerWriter):
 
     def peer_pool(self, pe: int, group: int) -> Tensor | None:
         if not 0 <= pe < 2:
-            raise InvalidArgument(f"pe is {pe}; 0 … 1 are accepted")
+            raise InvalidArgument(f"pe is {pe}; it must be from 0 to 1")
         return None
 
 
@@ -182,7 +184,7 @@ def test_peers_that_are_not_there() -> None:
     half: Any = 0.5
     refuses(cache, lambda: cache.mark_send(0, 0, asked, half), r"target_pe is 0\.5; it must be an integer")
     for pe in (-1, 2):
-        refuses(cache, lambda pe=pe: cache.mark_send(0, 0, asked, pe), f"pe is {pe}; 0 … 1 are accepted")
+        refuses(cache, lambda pe=pe: cache.mark_send(0, 0, asked, pe), f"pe is {pe}; it must be from 0 to 1")
     cache.begin_forward([0], [4])
     assert cache.sends_done(0)
 

@@ -202,7 +202,7 @@ def test_layouts_with_other_scales_are_not_alike() -> None:
     ("scales", "message"),
     [
         (KVScales.uniform(3), "scales.k is for 3 layers; the layout has 2"),
-        (KVScales(((1.0, 1.0, 1.0), (1.0,)), ((1.0,),) * 2), "scales.k has 3 numbers for layer 0; 1 or 2 numbers are"),
+        (KVScales(((1.0, 1.0, 1.0), (1.0,)), ((1.0,),) * 2), "scales.k has 3 numbers for layer 0; it must have 1 or 2"),
         *(
             (KVScales.uniform(2, v=value), rf"scales\.v of layer 0 is {re.escape(str(value))}; ")
             for value in NO_FACTORS

@@ -200,5 +200,5 @@ def test_what_is_not_parked_is_named() -> None:
     assert not plain.can_park(1)
     with pytest.raises(InvalidArgument, match=r"no store for parked sequences; keep_parked\(\) gives it one"):
         plain.park(1)
-    with pytest.raises(InvalidArgument, match=r"num_slots is \(1,\); 2 counts of at least 0 are accepted"):
+    with pytest.raises(InvalidArgument, match=r"num_slots is \(1,\); it must be 2 counts of at least 0"):
         ParkedStore(pools_of(PLAIN, 4), (1,))

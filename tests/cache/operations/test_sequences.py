@@ -203,13 +203,13 @@ def test_wrong_values_are_refused() -> None:
         cache.begin_forward([0, 7], [1, 1])
     with pytest.raises(InvalidArgument, match="not distinct"):
         cache.begin_forward([0, 0], [1, 1])
-    with pytest.raises(InvalidArgument, match="append_lengths has 0; 1 … 64 are accepted"):
+    with pytest.raises(InvalidArgument, match="append_lengths has 0; each must be from 1 to 64"):
         cache.begin_forward([0], [0])
     with pytest.raises(InvalidArgument, match="append_lengths has shape"):
         cache.begin_forward([0], [1, 2])
     with pytest.raises(InvalidArgument, match="would have 69 positions; 0 … 64 fit"):
         cache.begin_forward([0], [64])
-    with pytest.raises(InvalidArgument, match=r"counts has 6 for sequence [0-9]+; 0 … 5 are accepted"):
+    with pytest.raises(InvalidArgument, match=r"counts has 6 for sequence [0-9]+; it must be from 0 to 5"):
         cache.pop(0, 6)
     with pytest.raises(InvalidArgument, match="position is 6"):
         cache.fork_sequence(0, 1, 6)
@@ -221,7 +221,7 @@ def test_wrong_values_are_refused() -> None:
     assert (cache.num_tokens(0), cache.num_free_pages) == (length, free)
     plan, (q, k, v) = cache.begin_forward([0], [1]), draw_inputs(LAYOUT, 1, seed=0).layers[0]
     for layer in (-1, LAYOUT.num_layers):
-        with pytest.raises(InvalidArgument, match=f"layer is {layer}; 0, 1 are accepted"):
+        with pytest.raises(InvalidArgument, match=f"layer is {layer}; it must be one of 0, 1"):
             cache.attention(plan, layer, q, k, v)
     for sequence in range(1, 16):
         cache.add_sequence(sequence)

@@ -101,5 +101,5 @@ def test_salts_and_pages_have_names_of_their_own() -> None:
     # A digest is no salt for the pages after it: they would be found where they do not begin.
     forged = list(digest_chain(tokens[PAGE:], PAGE, 2, chains[0][0]))
     assert not set(forged) & set(chains[0])
-    with pytest.raises(InvalidArgument, match="salt has 17 bytes; at most 16 are accepted"):
+    with pytest.raises(InvalidArgument, match="salt has 17 bytes; it may have at most 16"):
         digest_chain(tokens, PAGE, 3, b"x" * 17)

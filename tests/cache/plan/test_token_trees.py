@@ -245,8 +245,8 @@ def test_wrong_use_is_refused() -> None:
     for parents, message in (
         ([[-1]], "token_tree_parents has 1 entries; seq_ids has 2"),
         ([[-1, 0], None], r"token_tree_parents\[0\] has 2 entries; append_lengths\[0\] is 3"),
-        ([[-1, 0, 2], None], r"token_tree_parents\[0\] has 2 as parent of node 2; -1 … 1 are accepted"),
-        ([[-2, 0, 1], None], r"token_tree_parents\[0\] has -2 as parent of node 0; -1 … -1 are accepted"),
+        ([[-1, 0, 2], None], r"token_tree_parents\[0\] has 2 as parent of node 2; it must be from -1 to 1"),
+        ([[-2, 0, 1], None], r"token_tree_parents\[0\] has -2 as parent of node 0; it must be from -1 to -1"),
         ([[-1, 0.5, 1], None], "it must be a row of integers of 64 bits"),
     ):
         with pytest.raises(InvalidArgument, match=message):
@@ -272,8 +272,8 @@ def test_wrong_use_is_refused() -> None:
         with pytest.raises(InvalidArgument, match=r"sequence [01] has an open token tree of [32] nodes"):
             call()
     for leaves, message in (
-        ([2, 2], "leaf_indices has 2 for sequence 1; -1 … 1 are accepted"),
-        ([-2, 0], "leaf_indices has -2 for sequence 0; -1 … 2 are accepted"),
+        ([2, 2], "leaf_indices has 2 for sequence 1; it must be from -1 to 1"),
+        ([-2, 0], "leaf_indices has -2 for sequence 0; it must be from -1 to 2"),
         ([0], r"leaf_indices has shape \(1,\); it must be \[B\], B = 2"),
     ):
         with pytest.raises(InvalidArgument, match=message):
@@ -293,7 +293,7 @@ def test_too_many_nodes_are_refused() -> None:
     cache = cache_of(layout_of(1), 100, max_length=300)
     cache.add_sequence(0)
     run(cache, [0], [250], draw_inputs(layout_of(1), 250, seed=0), parents=[list(range(-1, 249))])
-    with pytest.raises(InvalidArgument, match="a tree of 257 nodes; at most 256 are accepted"):
+    with pytest.raises(InvalidArgument, match="a tree of 257 nodes; it may have at most 256"):
         cache.begin_forward([0], [7], token_tree_parents=[[0] * 7])
     run(cache, [0], [6], draw_inputs(layout_of(1), 6, seed=1), parents=[[0] * 6])
 

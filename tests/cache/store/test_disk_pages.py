@@ -197,7 +197,7 @@ def test_several_pages_are_read_at_once(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_one_process_has_a_folder(tmp_path: Path) -> None:
-    expected = rf"^cache\.disk_path: process {os.getpid()} uses .*; a folder that no other cluster"
+    expected = rf"^cache\.disk_path: process {os.getpid()} uses .*; give a folder that no other cluster"
     with opened(tmp_path), pytest.raises(InvalidArgument, match=expected):
         PageFolder(tmp_path, 0, seconds=0.1)
     with opened(tmp_path):
@@ -248,7 +248,7 @@ def test_folders_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyP
         DiskPages(PAGE_BYTES, space(file / "here"))
     usage = namedtuple("Usage", "total used free")(1, 1, 1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(InvalidArgument, match=r"^cache\.disk_bytes takes \d+ bytes .* has room for 1000; fewer are"):
+    with pytest.raises(InvalidArgument, match=r"^cache\.disk_bytes takes \d+ bytes .* has room for 1000; set fewer"):
         DiskPages(PAGE_BYTES, space(tmp_path / "full"))
     with pytest.raises(InvalidArgument, match=r"^cache\.disk_bytes gives the layer groups \[1, 1\] bytes; a page"):
         DiskPages(PAGE_BYTES, DiskSpace(tmp_path / "few", (1, 1), bytes(16)))

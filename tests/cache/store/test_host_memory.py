@@ -64,7 +64,7 @@ def test_what_the_host_refuses_is_not_used(monkeypatch: pytest.MonkeyPatch, capl
     driver = Driver(3)
     memory = pinned_by(driver, monkeypatch)
     with pytest.raises(
-        MemoryError, match=r"cache\.host_bytes: of 176128 bytes this host could pin \d+; no more"
+        MemoryError, match=r"cache\.host_bytes: of 176128 bytes this host could pin \d+; set no more"
     ) as caught:
         memory.await_slot(0, 39)
     del caught

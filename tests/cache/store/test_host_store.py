@@ -173,5 +173,5 @@ def test_a_shelf_without_slots_keeps_nothing() -> None:
     store.put(named(0, [1, 2], [0, 1]))
     assert not store.find(0, [b"\1", b"\2"]).any()
     assert store.counts.pages_down == 0
-    with pytest.raises(InvalidArgument, match=r"num_slots is \(1, -1\); 2 counts of at least 0 are accepted"):
+    with pytest.raises(InvalidArgument, match=r"num_slots is \(1, -1\); it must be 2 counts of at least 0"):
         HostStore(pools_of(), (1, -1))

@@ -123,7 +123,7 @@ def host_store(
     slots = host_slots(config, layout, num_pages)
     least = host_bytes_needed(config, layout, num_pages)
     if config.host_bytes < least:
-        raise InvalidArgument(f"cache.host_bytes is {config.host_bytes}; at least {least} are accepted")
+        raise InvalidArgument(f"cache.host_bytes is {config.host_bytes}; it must be at least {least}")
     agree = partial(sum_words, ranks, device=pools[0].device)
     layers = None if layout.recurs or layout.has_encoder else [group.layers for group in layout.groups]
     options: dict[str, Any] = {"layers": layers, "verify": config.verify_host, "agree": agree, "grows": True}
@@ -144,7 +144,7 @@ def disk_space(config: WorkerConfig, layout: KVLayout, num_pages: int, own: KVLa
         -(-total * FileShape.least_bytes(layout.page_bytes(group)) // size) for group, size in enumerate(sizes) if size
     )
     if given < least:
-        raise InvalidArgument(f"cache.disk_bytes is {given}; at least {least} are accepted")
+        raise InvalidArgument(f"cache.disk_bytes is {given}; it must be at least {least}")
     folder = Path(config.disk_path) / config.island / folder_name(config.pe, config.rank)
     named = frozenset(folder_name(pe, rank) for pe, count in enumerate(config.island_ranks) for rank in range(count))
     return DiskSpace(folder, [given // ranks * size // total for size in sizes], _fingerprint(config, own), named)
@@ -175,7 +175,7 @@ def parked_store(
     ranks, given = config.island_ranks[config.pe], config.parked_bytes or 0
     least = ranks * (total if config.parking.reserved_output < 1 else max(-(-total // count) for count in counts))
     if given < least:
-        raise InvalidArgument(f"cache.parked_bytes is {given}; at least {least} are accepted")
+        raise InvalidArgument(f"cache.parked_bytes is {given}; it must be at least {least}")
     return ParkedStore(pools, [given // ranks * count // total for count in counts], copies)
 
 

@@ -191,7 +191,7 @@ class Worker:
         identity: asks callers for mutual TLS. ValueError without it unless host is a loopback address.
         """
         if identity is None and host != HOST:
-            raise ValueError(f"host is {host!r}; without an identity only {HOST} is accepted")
+            raise ValueError(f"host is {host!r}; without an identity it must be {HOST}")
         self.address = self._events.run(self._start(host, identity), timeout=SERVE_SECONDS)
         return self.address
 

@@ -54,7 +54,7 @@ def test_however_few_pages_there_are_some_are_for_snapshots(
 
 
 def test_host_bytes_are_shared_as_pools_are(tmp_path: Path) -> None:
-    """Ranks divide them. The fewest that are accepted hold a page of each group."""
+    """Ranks divide them. The fewest that are allowed hold a page of each group."""
     layout = kv_layout(load_config(write(tmp_path, {**DENSE, "torch_dtype": "bfloat16"})), 16)
     where = (Role.DECODE, "island", 1, 0, 1, "", 1024, "")
     config = WorkerConfig(*where, state_share=0.5, max_sequences=8)
@@ -68,7 +68,7 @@ def test_host_bytes_are_shared_as_pools_are(tmp_path: Path) -> None:
         least = host_bytes_needed(one, layout, 1024)
         assert min(host_slots(replace(one, host_bytes=least), layout, 1024)) == 1
         assert min(host_slots(replace(one, host_bytes=least - 1), layout, 1024)) == 0
-        with pytest.raises(InvalidArgument, match=rf"cache\.host_bytes is 9; at least {least} are accepted"):
+        with pytest.raises(InvalidArgument, match=rf"cache\.host_bytes is 9; it must be at least {least}"):
             host_store(replace(one, host_bytes=9), layout, 1024, (), ALONE)
     assert host_store(config, layout, 1024, (), ALONE) is None
     assert host_store(replace(config, host_bytes=0), layout, 1024, (), ALONE) is None
@@ -120,7 +120,7 @@ def test_disk_bytes_are_shared_as_host_bytes_are(tmp_path: Path) -> None:
     ranks = replace(given, ranks=(1, 1, 1, 2), rank=1)
     assert list(disk_space(ranks, layout, 1024, layout).num_bytes) == [5 * 1024 * kv, 5 * state]
     assert str(disk_space(ranks, layout, 1024, layout).folder) == "/disk/island/worker3-rank1"
-    with pytest.raises(InvalidArgument, match=r"cache\.disk_bytes is 9; at least \d+ are accepted"):
+    with pytest.raises(InvalidArgument, match=r"cache\.disk_bytes is 9; it must be at least \d+"):
         disk_space(replace(given, disk_bytes=9), layout, 1024, layout)
     other = replace(layout, shard=Shard(1, 2))
     prints = {space.fingerprint, disk_space(given, layout, 1024, other).fingerprint}

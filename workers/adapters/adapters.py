@@ -286,9 +286,9 @@ def adapters_of(config: WorkerConfig, model: ModelConfig, weights: AdaptedWeight
     if weights is None:
         return None
     if config.adaptive and config.adapters.max_resident == 1:
-        raise InvalidArgument("adapters.max_resident is 1; at least 2 is accepted where workers change their roles")
+        raise InvalidArgument("adapters.max_resident is 1; it must be at least 2 where workers change their roles")
     own = config.adapters.host_bytes // config.island_ranks[config.pe]
     if own < weights.slot_bytes:
         least = weights.slot_bytes * config.island_ranks[config.pe]
-        raise InvalidArgument(f"adapters.host_bytes is {config.adapters.host_bytes}; at least {least} are accepted")
+        raise InvalidArgument(f"adapters.host_bytes is {config.adapters.host_bytes}; it must be at least {least}")
     return Adapters(model, weights, own)

@@ -55,7 +55,7 @@ class AdapterReader:
 
     def read(self, folder: Path, numbers: Tensor) -> Found:
         """Fills the numbers of a slot, [AdaptedWeights.memory.shape[1]], on the CPU. Raises BadAdapter, which names the
-        file or the field, what it has and what is accepted. Takes seconds for a large one."""
+        file or the field, what it has and what it must have. Takes seconds for a large one."""
         try:
             config = PeftConfig.read(folder)
             with SafetensorsFile(_weights_of(folder)) as file:
@@ -72,7 +72,7 @@ class AdapterReader:
             match = MATRIX.fullmatch(name.removeprefix(PREFIX))
             if match is None or not name.startswith(PREFIX):
                 raise InvalidWeights(
-                    f"{file.path} has tensor {name:.200}; {PREFIX}<module>.lora_A.weight and lora_B.weight are accepted"
+                    f"{file.path} has tensor {name:.200}; each must be {PREFIX}<module>.lora_A.weight or lora_B.weight"
                 )
             pairs.setdefault(match[1], {})[match[2]] = name
         modules = [self._module(config, file, module, pair) for module, pair in pairs.items()]
@@ -100,7 +100,7 @@ class AdapterReader:
         rank, most = config.rank_of(module), self.weights.rank
         if rank > most:
             raise InvalidConfig(
-                f"{config.source}: r of module {module:.200} is {rank}; at most {most} is accepted (adapters.max_rank)"
+                f"{config.source}: r of module {module:.200} is {rank}; it must be at most {most} (adapters.max_rank)"
             )
         one = Module(part, rank, config.scale_of(module), pair["A"], pair["B"])
         for name, held, of in ((one.a, (rank, part.columns), self._of_a), (one.b, (part.rows, rank), self._of_b)):
@@ -140,23 +140,23 @@ class AdapterReader:
         if ".experts" in module:
             return "of routed experts; adapters of these are not served"
         known = sorted({name.rpartition(".")[2] for name in self.weights.parts})
-        return f"which no adapter can change; {', '.join(known)} of {self.config.architecture} are accepted"
+        return f"which no adapter can change; it must be one of {', '.join(known)} of {self.config.architecture}"
 
 
 def _weights_of(folder: Path) -> Path:
     """Raises CheckpointMissing."""
     path = folder / WEIGHTS
     if not is_there(path) and (pickles := sorted(one.name for one in folder.glob("*.bin"))):
-        raise CheckpointMissing(f"{folder} has {pickles[0]:.200}, a pickle, which is never read; {WEIGHTS} is accepted")
+        raise CheckpointMissing(f"{folder} has {pickles[0]:.200}, a pickle, which is never read; give {WEIGHTS}")
     return path
 
 
 def _check(file: SafetensorsFile, name: str, shape: tuple[int, ...]) -> None:
     found = file.tensors[name].shape
     if found != shape:
-        raise InvalidWeights(f"{file.path}: tensor {name:.200} has shape {list(found)}; {list(shape)} is accepted")
+        raise InvalidWeights(f"{file.path}: tensor {name:.200} has shape {list(found)}; it must be {list(shape)}")
     if not file.dtype_of(name).is_floating_point:
-        raise InvalidWeights(f"{file.path}: tensor {name:.200} has {file.dtype_of(name)}; floating point is accepted")
+        raise InvalidWeights(f"{file.path}: tensor {name:.200} has {file.dtype_of(name)}; it must be floating point")
 
 
 def _listing(names: list[str]) -> str:

@@ -78,4 +78,4 @@ def check_size(path: Path, file: BinaryIO, limit: int) -> None:
     """CheckpointMissing when an open file has more than `limit` bytes."""
     size = os.fstat(file.fileno()).st_size
     if size > limit:
-        raise CheckpointMissing(f"{path} has {size} bytes; at most {limit} are accepted")
+        raise CheckpointMissing(f"{path} has {size} bytes; it may have at most {limit}")

@@ -127,7 +127,7 @@ class SafetensorsFile:
         header_bytes = int.from_bytes(prefix, "little")
         if len(prefix) == 8 and HEADER_LIMIT < header_bytes <= size - 8:
             raise InvalidWeights(
-                f"{self.path} has a header of {header_bytes} bytes; at most {HEADER_LIMIT} are accepted"
+                f"{self.path} has a header of {header_bytes} bytes; it may have at most {HEADER_LIMIT}"
             )
         if len(prefix) < 8 or header_bytes > size - 8:
             raise InvalidWeights(
@@ -137,7 +137,7 @@ class SafetensorsFile:
             header = json.loads(self._file.read(header_bytes))
             header.pop("__metadata__", None)
             if len(header) > MAX_TENSORS:
-                raise ValueError(f"it has {len(header)} tensors; at most {MAX_TENSORS} are accepted")
+                raise ValueError(f"it has {len(header)} tensors; it may have at most {MAX_TENSORS}")
             tensors = {name: _stored_tensor(entry, 8 + header_bytes) for name, entry in header.items()}
         except RecursionError:
             raise InvalidWeights(f"{self.path} has no readable safetensors header: it is nested too deeply") from None
@@ -204,7 +204,7 @@ def _stored_tensor(entry: dict[str, object], data_begin: int) -> StoredTensor:
     if not isinstance(name, str) or not isinstance(shape, list) or not isinstance(offsets, list):
         raise TypeError(f"entry {entry!r}")
     if len(shape) > MAX_DIMENSIONS:
-        raise ValueError(f"a shape of {len(shape)} dimensions; at most {MAX_DIMENSIONS} are accepted")
+        raise ValueError(f"a shape of {len(shape)} dimensions; it may have at most {MAX_DIMENSIONS}")
     begin, end = offsets
     if not all(isinstance(number, int) and number >= 0 for number in (*shape, begin, end)) or end < begin:
         raise ValueError(f"entry {entry!r}")

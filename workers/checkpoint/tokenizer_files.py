@@ -117,7 +117,7 @@ def _is_token(value: object) -> bool:
 def _token(value: Any, source: str) -> AddedToken:
     """A token that is written as its text or as an object. InvalidTokenizer for anything else."""
     if not _is_token(value):
-        raise InvalidTokenizer(f"{source} has {value!r:.80}; a text is accepted, or an object with content")
+        raise InvalidTokenizer(f"{source} has {value!r:.80}; it must be a text, or an object with content")
     if isinstance(value, str):
         return AddedToken(value, special=True)
     return AddedToken(value["content"], **{name: value[name] for name in FLAGS if isinstance(value.get(name), bool)})
@@ -169,20 +169,20 @@ def _added_before(folder: Path, special: Iterable[AddedToken]) -> dict[int, Adde
 
 def _id(key: str, source: str) -> int:
     if not key.isascii() or not key.isdecimal() or len(key) > 10:
-        raise InvalidTokenizer(f"{source} has the key {key!r:.80}; a token id is accepted")
+        raise InvalidTokenizer(f"{source} has the key {key!r:.80}; each key must be a token id")
     return int(key)
 
 
 def _check_number(source: str, name: str, count: int) -> None:
     if count > MAX_ADDED:
-        raise InvalidTokenizer(f"{source}: {name} has {count} tokens; at most {MAX_ADDED} are accepted")
+        raise InvalidTokenizer(f"{source}: {name} has {count} tokens; it may have at most {MAX_ADDED}")
 
 
 def _chat_templates(folder: Path, fields: Fields) -> dict[str, str]:
     """Returns the templates of the first place that has any."""
     files = sorted((folder / "additional_chat_templates").glob("*.jinja"))
     if len(files) > MAX_TEMPLATES:
-        raise InvalidTokenizer(f"{files[0].parent} has {len(files)} templates; at most {MAX_TEMPLATES} are accepted")
+        raise InvalidTokenizer(f"{files[0].parent} has {len(files)} templates; it may have at most {MAX_TEMPLATES}")
     named = {path.name.removesuffix(".jinja"): path for path in files}
     alone = folder / "chat_template.jinja"
     named = ({DEFAULT: alone} if is_there(alone) else {}) | named
@@ -211,7 +211,7 @@ def _templates_of(fields: Fields) -> dict[str, str]:
         named = given
     if len(named) > MAX_TEMPLATES:
         raise InvalidTokenizer(
-            f"{fields.source}: chat_template has {len(named)} templates; at most {MAX_TEMPLATES} are accepted"
+            f"{fields.source}: chat_template has {len(named)} templates; it may have at most {MAX_TEMPLATES}"
         )
     for name, source in named.items():
         if not isinstance(name, str) or not isinstance(source, str):

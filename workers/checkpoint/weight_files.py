@@ -29,7 +29,7 @@ def weight_files(folder: Path) -> list[Path]:
                 f"{index}: weight_map names {named}; it must name files of its folder, each in 1 to {MAX_NAME} bytes"
             )
         if len(names) > MAX_FILES:
-            raise InvalidConfig(f"{index}: weight_map names {len(names)} files; at most {MAX_FILES} are accepted")
+            raise InvalidConfig(f"{index}: weight_map names {len(names)} files; it may name at most {MAX_FILES}")
         missing = [name for name in names if not is_there(folder / name)]
         if missing:
             raise CheckpointMissing(f"{folder} lacks {listing(missing)}, of {len(names)} files that {INDEX} names")

@@ -22,7 +22,7 @@ class AdapterActions:
     def read_adapter(self, number: int, name: str, path: str) -> None:
         """See Adapters.read. Raises NoRoom, and InvalidCall where this worker has no slots."""
         if self._adapters is None:
-            raise InvalidCall(f"path {path:.80}: adapters.max_resident is 0; 1 or more is accepted")
+            raise InvalidCall(f"path {path:.80}: adapters.max_resident is 0; it must be at least 1")
         self._adapters.read(number, name, path)
 
     @action

@@ -32,7 +32,7 @@ class Grants:
         for name, limit in (("target_pe", peers.num_pes), ("signal_slot", peers.num_signals)):
             value = getattr(reservation, name)
             if value >= limit:
-                raise InvalidCall(f"{name} is {value}; 0 … {limit - 1} are accepted")
+                raise InvalidCall(f"{name} is {value}; it must be from 0 to {limit - 1}")
         target_pe, epoch = reservation.target_pe, reservation.epoch
         if epoch != peers.epochs[target_pe]:
             self._counters.stale_calls += 1

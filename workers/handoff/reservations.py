@@ -121,7 +121,7 @@ class Reservations:
         if draining or request_id.startswith(self._refused):
             raise InvalidCall(f"request {request_id!r} was aborted")
         if writer_pe >= self._engine.peers.num_pes:
-            raise InvalidCall(f"writer_pe is {writer_pe}; 0 … {self._engine.peers.num_pes - 1} are accepted")
+            raise InvalidCall(f"writer_pe is {writer_pe}; it must be from 0 to {self._engine.peers.num_pes - 1}")
         peers = self._engine.peers
         if (writer_epoch or peers.epoch) != peers.epochs[writer_pe]:
             self._counters.stale_calls += 1

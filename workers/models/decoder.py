@@ -94,8 +94,8 @@ class DenseDecoder:
         """
         if (config.shard.rank, config.shard.size) != (ranks.rank, ranks.size):
             raise UnsupportedFeature(
-                f"the shard is rank {config.shard.rank} of {config.shard.size}; that of this worker, rank {ranks.rank} "
-                f"of {ranks.size}, is accepted"
+                f"the shard is rank {config.shard.rank} of {config.shard.size}; it must be that of this worker, rank "
+                f"{ranks.rank} of {ranks.size}"
             )
         self.config, self.ranks = config, ranks
         self.adapted = parameters.adapted

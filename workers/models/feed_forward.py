@@ -85,7 +85,7 @@ class MixtureOfExperts:
         if self._table is not None:
             least, most, last = int(self._table.min()), int(self._table.max()), moe.num_experts - 1
             if least < 0 or most > last:
-                raise InvalidWeights(f"the experts of token ids are {least} … {most}; 0 … {last} are accepted")
+                raise InvalidWeights(f"the experts of token ids are {least} … {most}; they must be from 0 to {last}")
 
     def __call__(self, x: Tensor, routed: Tensor | None = None, *, token_ids: Tensor | None = None) -> Tensor:
         """routed: what the router takes, [T, H]; None: x. token_ids: int64 [T], for layers that choose by them."""

@@ -30,8 +30,9 @@ def stores_fp8(kv_cache_dtype: str, model: ModelConfig) -> bool:
         )
     if fp8 and model.recurrent is not None:
         raise InvalidArgument(
-            f"kv_cache_dtype is {kv_cache_dtype!r}, which means 8 bits for this checkpoint; {model.architecture} keeps "
-            "recurrent states, which are stored in float32: auto is accepted where the checkpoint asks for no 8 bits"
+            f"kv_cache_dtype is {kv_cache_dtype!r}, which means 8 bits for this checkpoint; {model.architecture} "
+            "keeps recurrent states, which are stored in float32: set auto, and give a checkpoint that asks for no 8 "
+            "bits"
         )
     return fp8
 
@@ -69,7 +70,6 @@ def _without_scales(config: WorkerConfig, model: ModelConfig) -> KVScales:
     for name, scale in (("k_scale", config.k_scale), ("v_scale", config.v_scale)):
         if scale is not None:
             raise InvalidArgument(
-                f"{name} is {scale:g}; {model.architecture} keeps latents, which carry scales of their own, and null "
-                "is accepted"
+                f"{name} is {scale:g}; {model.architecture} keeps latents, which carry scales of their own: set null"
             )
     return KVScales.uniform(model.num_layers)

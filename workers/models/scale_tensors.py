@@ -51,8 +51,8 @@ def _read(file: SafetensorsFile, name: str, config: ModelConfig) -> tuple[float,
     shape, num_kv_heads = file.tensors[name].shape, config.num_kv_heads * config.shard.size // config.kv_replicas
     if math.prod(shape) not in (1, num_kv_heads):
         raise InvalidWeights(
-            f"{file.path}: tensor {name} has {math.prod(shape)} numbers; "
-            f"1 for the layer or {num_kv_heads}, one a KV head, are accepted"
+            f"{file.path}: tensor {name} has {math.prod(shape)} numbers; it must have 1 for the layer or "
+            f"{num_kv_heads}, one a KV head"
         )
     scales = torch.empty(shape)
     for part in file.parts(name, Slice(scales)):

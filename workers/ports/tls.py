@@ -10,7 +10,7 @@ SERVER_NAME = "worker.tandem"
 
 @dataclass(frozen=True)
 class Identity:
-    """A certificate and its key, and the authority whose certificates are accepted. PEM, in memory only."""
+    """A certificate and its key, and the authority whose certificates are trusted. PEM, in memory only."""
 
     authority: bytes
     certificate: bytes

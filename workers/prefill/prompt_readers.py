@@ -120,7 +120,7 @@ class PromptReaders:
             if shortage is not None:
                 raise InvalidCall(f"prompts[{index}] needs {shortage[0]} pages; this worker has {shortage[1]}")
             if wanted.mean and wanted.skipped >= len(prompt):
-                reason = f"at most {len(prompt) - 1} of its {len(prompt)} tokens are accepted"
+                reason = f"it must be at most {len(prompt) - 1} of its {len(prompt)} tokens"
                 raise InvalidCall(f"skipped is {wanted.skipped} for prompts[{index}]; {reason}")
         call = ReadCall(left=len(prompts))
         for spec in prompts:

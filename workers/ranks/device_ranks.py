@@ -128,7 +128,7 @@ class DeviceRanks:
     def __init__(self, shard: Shard) -> None:
         """NoRanks for more ranks than the kernels serve."""
         if shard.size > MAX_GPU_RANKS:
-            raise NoRanks(f"a worker has {shard.size} ranks; on GPUs at most {MAX_GPU_RANKS} are accepted")
+            raise NoRanks(f"a worker has {shard.size} ranks; on GPUs it may have at most {MAX_GPU_RANKS}")
         self.rank, self.size = shard.rank, shard.size
         self._words: Int64Array | None = None
         self._kernels: ExchangeKernels | None = None

@@ -178,7 +178,9 @@ class Encoder:
             return
         dtype = DTYPE_NUMBERS.get(value.dtype)
         if dtype is None:
-            raise NotAValue(f"{where} is an array of {value.dtype}; {', '.join(map(str, DTYPES))} are accepted")
+            raise NotAValue(
+                f"{where} is an array of {value.dtype}; its dtype must be one of {', '.join(map(str, DTYPES))}"
+            )
         self._out.append(Tag.ARRAY)
         for number in (dtype, value.ndim, *value.shape):
             self._varint(number)

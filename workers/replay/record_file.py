@@ -92,10 +92,10 @@ class Header:
             for part in (header, config, *parts.values()):
                 _check_values(part)
             if config.pe >= config.num_pes or config.num_pes > MAX_PES:
-                raise BadRecord(f"its header has PE {config.pe} of {config.num_pes}; at most {MAX_PES} are accepted")
+                raise BadRecord(f"its header has PE {config.pe} of {config.num_pes}; at most {MAX_PES} PEs are allowed")
             _check_ranks(config)
             if config.epochs != ():
-                raise BadRecord(f"its header has epochs {config.epochs!r:.40}; none are accepted")
+                raise BadRecord(f"its header has epochs {config.epochs!r:.40}; it must have none")
             return header
         except BadRecord:
             raise
@@ -109,11 +109,11 @@ def _check_ranks(config: WorkerConfig) -> None:
     numbers = isinstance(ranks, tuple) and all(type(one) is int and 1 <= one <= MAX_RANKS for one in ranks)
     if not numbers or len(config.ranks) not in (0, config.num_pes) or config.island_ranks.processes > MAX_PES:
         raise BadRecord(
-            f"its header has ranks {ranks!r:.40}; none are accepted, or a number of 1 to {MAX_RANKS} for each of "
+            f"its header has ranks {ranks!r:.40}; it must have none, or a number of 1 to {MAX_RANKS} for each of "
             f"{config.num_pes} PEs, {MAX_PES} at most together"
         )
     if config.rank:
-        raise BadRecord(f"its header has rank {config.rank}; 0 is accepted, which leads the others")
+        raise BadRecord(f"its header has rank {config.rank}; it must be 0, which leads the others")
 
 
 def _check_values(part: Header | WorkerConfig | SpeculationSettings | ParkingSettings | AdapterSettings) -> None:
@@ -210,7 +210,7 @@ class RecordReader:
                     self.cut = True
                     return
                 if length > MAX_ENTRY_BYTES:
-                    raise BadRecord(f"{self.path}: an entry has {length} bytes; at most {MAX_ENTRY_BYTES} are accepted")
+                    raise BadRecord(f"{self.path}: an entry has {length} bytes; it may have at most {MAX_ENTRY_BYTES}")
                 at = file.tell()
                 entry = file.read(length)
                 if crc32(entry) != expected:

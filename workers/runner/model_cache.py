@@ -72,7 +72,7 @@ def _layer_groups(model: ModelConfig, page_size: int) -> list[LayerGroup]:
     if model.chunked is not None and model.chunked.size % page_size:
         raise InvalidArgument(
             f"page_size is {page_size}; {model.architecture} attends in chunks of {model.chunked.size} positions "
-            "(attention_chunk_size), and a divisor of that is accepted"
+            "(attention_chunk_size): it must be a divisor of that"
         )
     layers_of: dict[Span, list[int]] = {}
     for layer, keeps in enumerate(model.layer_spans):

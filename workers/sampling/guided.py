@@ -44,7 +44,7 @@ MOST_SPACES = 100  # tokens of white space
 WHITESPACE = r"[ \t\r\n]{1,32}"  # between two tokens of JSON; without a bound some models write spaces for ever
 
 MOST_SAID = 300  # characters of an error
-TOO_COMPLEX = "it is too complex; fewer repetitions and alternatives are accepted"
+TOO_COMPLEX = "it is too complex; use fewer repetitions and alternatives"
 IN_WORDS = {  # by what llguidance's errors have
     "NoExtensionBias": "no text follows it, such as where it refers to itself and never ends",
     "too big (limit": TOO_COMPLEX,

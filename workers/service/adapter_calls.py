@@ -67,7 +67,7 @@ class AdapterLoads:
             found = await asyncio.shield(unwatched(asyncio.wrap_future(reading)))
             if request.digest not in (b"", found.digest):
                 raise BadAdapter(
-                    f"path {request.path} has the adapter {found.digest.hex()}; {request.digest.hex()} is accepted"
+                    f"path {request.path} has the adapter {found.digest.hex()}; it must be {request.digest.hex()}"
                 )
             await self._agree(number, found.digest, request.path)
         except BaseException:
@@ -102,11 +102,13 @@ class AdapterLoads:
     def _check(self, request: worker_pb2.LoadAdapterRequest) -> None:
         for field, text, most in (("name", request.name, MAX_NAME), ("path", request.path, MAX_PATH)):
             if not 1 <= len(text) <= most or "\0" in text:
-                raise InvalidCall(f"{field} has {len(text)} characters; 1 … {most} are accepted, none of them NUL")
+                raise InvalidCall(
+                    f"{field} has {len(text)} characters; it must have from 1 to {most}, none of them NUL"
+                )
         if request.digest:
             check_digest(request.digest, "digest")
         if not self._settings.max_resident:
-            raise InvalidCall(f"path {request.path:.80}: adapters.max_resident is 0; 1 or more is accepted")
+            raise InvalidCall(f"path {request.path:.80}: adapters.max_resident is 0; it must be at least 1")
 
 
 def _held(engine: Engine, digest: bytes) -> HeldAdapter:

@@ -17,19 +17,19 @@ MAX_REQUEST_ID = 256  # characters: a client's own, and what the gateway puts be
 
 def check_request_id(request_id: str) -> None:
     if len(request_id) > MAX_REQUEST_ID:
-        raise InvalidCall(f"request_id has {len(request_id)} characters; at most {MAX_REQUEST_ID} are accepted")
+        raise InvalidCall(f"request_id has {len(request_id)} characters; it may have at most {MAX_REQUEST_ID}")
 
 
 def check_digest(digest: bytes, field: str = "adapter") -> None:
     """Raises InvalidCall unless it is an adapter's digest."""
     if len(digest) != DIGEST_BYTES:
-        raise InvalidCall(f"{field} has {len(digest)} bytes; {DIGEST_BYTES} are accepted, or none")
+        raise InvalidCall(f"{field} has {len(digest)} bytes; it must have {DIGEST_BYTES}, or none")
 
 
 def check_salt(salt: bytes, adapter: bytes) -> bytes:
     """The salt of a prompt that the adapter computes. Raises InvalidCall."""
     if len(salt) > MAX_SALT_BYTES:
-        raise InvalidCall(f"salt has {len(salt)} bytes; at most {MAX_SALT_BYTES} are accepted")
+        raise InvalidCall(f"salt has {len(salt)} bytes; it may have at most {MAX_SALT_BYTES}")
     if adapter:
         check_digest(adapter)
     return adapter_salt(adapter, salt)
@@ -80,7 +80,7 @@ class PromptCheck(NamedTuple):
     def _encoder(self, tokens: int) -> EncoderPrompt:
         least = 1 if self.most_encoder else 0
         if not least <= tokens <= self.most_encoder:
-            raise InvalidCall(f"encoder_tokens is {tokens}; {least} … {self.most_encoder} are accepted")
+            raise InvalidCall(f"encoder_tokens is {tokens}; it must be from {least} to {self.most_encoder}")
         return EncoderPrompt(tokens, Paging(1, self.page_size).padded(tokens))
 
 

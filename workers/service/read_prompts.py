@@ -16,17 +16,17 @@ def read_call(readers: PromptReaders, check: PromptCheck, request: worker_pb2.Re
     """Queues the prompts of a message. On the step thread. Raises InvalidCall."""
     check_request_id(request.request_id)
     if not 1 <= len(request.prompts) <= MOST_READ:
-        raise InvalidCall(f"prompts has {len(request.prompts)} entries; 1 … {MOST_READ} are accepted")
+        raise InvalidCall(f"prompts has {len(request.prompts)} entries; it must have from 1 to {MOST_READ}")
     if check.most_encoder:
         raise InvalidCall("the model has an encoder; prompts are read of decoders without one")
     token_ids = tuple(request.token_ids)
     if len(token_ids) > MOST_TOKEN_IDS:
-        raise InvalidCall(f"token_ids has {len(token_ids)} entries; at most {MOST_TOKEN_IDS} are accepted")
+        raise InvalidCall(f"token_ids has {len(token_ids)} entries; it may have at most {MOST_TOKEN_IDS}")
     if token_ids and max(token_ids) >= check.vocab_size:
         raise InvalidCall(f"token_ids has {max(token_ids)}; the vocabulary has {check.vocab_size} entries, from 0 on")
     if (request.mean and token_ids) or (request.skipped and not request.mean):
         given = f"mean is {request.mean}, skipped {request.skipped}, and token_ids has {len(token_ids)} entries"
-        raise InvalidCall(f"{given}; skipped is accepted with mean, and mean without token_ids")
+        raise InvalidCall(f"{given}; set skipped only with mean, and mean only without token_ids")
     prompts = [check.of(prompt) for prompt in request.prompts]
     if any(prompt.sliding is not None for prompt in prompts):
         raise InvalidCall("a prompt has `sliding`; prompts that are read do not slide")

@@ -357,7 +357,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
     async def Feed(self, request: worker_pb2.FeedRequest, context: Context) -> None:
         def check() -> None:
             if not request.feed:
-                raise InvalidCall("feed is 0; any other number is accepted")
+                raise InvalidCall("feed is 0; it must be another number")
 
         await self._on_step_thread(context, request.epoch, check)
         with self._feeds.opened(request.feed) as feed:

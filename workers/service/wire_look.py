@@ -121,8 +121,8 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 def _check_parts(parts: int) -> None:
     if parts > MAX_PARTS:
         raise Malformed(
-            f"the message has more than {MAX_PARTS} fields, those of its parts included; so many are accepted (token "
-            "ids are one field where they are packed, or token_bytes)"
+            f"the message and its parts have more than {MAX_PARTS} fields, the most that are allowed (token ids are "
+            "one field where they are packed, or token_bytes)"
         )
 
 
@@ -136,5 +136,6 @@ def _check_numbers(data: bytes, at: int, size: int, field: Field) -> None:
         count += np.count_nonzero(np.frombuffer(data, np.uint8, min(COUNTED_BYTES, end - begin), begin) < 128)
         if count > MAX_NUMBERS:
             raise Malformed(
-                f"{field.name} has more than {MAX_NUMBERS} numbers; so many are accepted (more as token_bytes)"
+                f"{field.name} has more than {MAX_NUMBERS} numbers, the most that are allowed (send more as "
+                "token_bytes)"
             )

@@ -51,7 +51,7 @@ def prompt_from_bytes(prompt: bytes, field: str = "prompt") -> Int64Array:
     """The token ids of such a field, int64 [n]; InvalidCall when they are none, or no whole number."""
     if not prompt or len(prompt) % PROMPT_DTYPE.itemsize:
         raise InvalidCall(
-            f"{field} has {len(prompt)} bytes; one token id or more, of {PROMPT_DTYPE.itemsize} bytes each, is accepted"
+            f"{field} has {len(prompt)} bytes; it must have one token id or more, of {PROMPT_DTYPE.itemsize} bytes each"
         )
     return np.frombuffer(prompt, PROMPT_DTYPE).astype(np.int64)
 

@@ -111,7 +111,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "changed base": ({"init_lora_weights": "pissa_niter_4"}, "init_lora_weights is .* leaves the base as it is"),
     "no rank": ({"r": ...}, "r is missing"),
     "rank 0": ({"r": 0}, "r is 0; it must be an integer of at least 1"),
-    "large rank": ({"r": 9}, "r of module .* is 9; at most 8 is accepted"),
+    "large rank": ({"r": 9}, "r of module .* is 9; it must be at most 8"),
     "no targets": ({"target_modules": None}, "target_modules is None"),
     "bad pattern": ({"rank_pattern": {"(": 2}}, "rank_pattern has '\\(', which is no pattern"),
     "bad targets": ({"target_modules": [3]}, "target_modules is"),
@@ -136,19 +136,19 @@ TENSORS: dict[str, tuple[Change, str]] = {
     ),
     "shape": (
         lambda folder: change(folder, **{f"{Q}.lora_B.weight": torch.zeros(63, 4)}),
-        r"q_proj.lora_B.weight has shape \[63, 4\]; \[64, 4\] is accepted",
+        r"q_proj.lora_B.weight has shape \[63, 4\]; it must be \[64, 4\]",
     ),
     "rank of A": (
         lambda folder: change(folder, **{f"{Q}.lora_A.weight": torch.zeros(3, 64)}),
-        r"has shape \[3, 64\]; \[4, 64\] is accepted",
+        r"has shape \[3, 64\]; it must be \[4, 64\]",
     ),
     "integers": (
         lambda folder: change(folder, **{f"{Q}.lora_A.weight": torch.zeros(4, 64, dtype=torch.int64)}),
-        "has torch.int64; floating point is accepted",
+        "has torch.int64; it must be floating point",
     ),
     "magnitude": (
         lambda folder: change(folder, **{f"{Q}.lora_magnitude_vector": torch.zeros(64)}),
-        "lora_magnitude_vector; .* are accepted",
+        "lora_magnitude_vector; each must be .*lora_B.weight",
     ),
     "embedding": (
         lambda folder: change(
@@ -159,7 +159,7 @@ TENSORS: dict[str, tuple[Change, str]] = {
     ),
     "unknown": (
         lambda folder: change(folder, **{f"{Q}x.lora_{which}.weight": torch.zeros(4, 4) for which in "AB"}),
-        "which no adapter can change; down_proj, gate_proj, k_proj",
+        "which no adapter can change; it must be one of down_proj, gate_proj, k_proj",
     ),
     "experts": (
         lambda folder: change(folder, **{f"{Q}.experts.0.up.lora_{which}.weight": torch.zeros(4, 4) for which in "AB"}),

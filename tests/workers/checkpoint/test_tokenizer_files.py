@@ -229,12 +229,12 @@ def test_a_model_without_a_tokenizer_has_its_own_end_tokens(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"added_tokens_decoder": {"x": "[A]"}}, "added_tokens_decoder has the key 'x'; a token id"),
-        ({"added_tokens_decoder": {"1": 5}}, "has 5; a text is accepted, or an object with content"),
+        ({"added_tokens_decoder": {"x": "[A]"}}, "added_tokens_decoder has the key 'x'; each key must be a token id"),
+        ({"added_tokens_decoder": {"1": 5}}, "has 5; it must be a text, or an object with content"),
         ({"added_tokens_decoder": 5}, "added_tokens_decoder is 5; it must be an object"),
-        ({"extra_special_tokens": [{}]}, "extra_special_tokens has {}; a text is accepted"),
-        ({"extra_special_tokens": ["x"] * 9}, "has 9 tokens; at most 8 are accepted"),
-        ({"chat_template": {str(one): "" for one in range(9)}}, "has 9 templates; at most 8 are accepted"),
+        ({"extra_special_tokens": [{}]}, "extra_special_tokens has {}; it must be a text"),
+        ({"extra_special_tokens": ["x"] * 9}, "has 9 tokens; it may have at most 8"),
+        ({"chat_template": {str(one): "" for one in range(9)}}, "has 9 templates; it may have at most 8"),
         ({"chat_template": [{"name": "default"}]}, "chat_template is a NoneType; it must be a string"),
         ({"split_special_tokens": 1}, "split_special_tokens is 1; it must be true or false"),
     ],
@@ -249,10 +249,10 @@ def test_a_configuration_that_cannot_be_used_is_named(
 @pytest.mark.parametrize(
     ("files", "reason"),
     [
-        ({"added_tokens": {str(one): one for one in range(9)}}, "the object has 9 tokens; at most 8 are accepted"),
+        ({"added_tokens": {str(one): one for one in range(9)}}, "the object has 9 tokens; it may have at most 8"),
         ({"added_tokens": {"[A]": "one"}}, r"\[A\] is 'one'; it must be an integer"),
         ({"special_tokens_map": []}, r"special_tokens_map\.json holds a list; it must hold a JSON object"),
-        ({f"{FOLDER}/{one}.jinja": "" for one in range(9)}, "has 9 templates; at most 8 are accepted"),
+        ({f"{FOLDER}/{one}.jinja": "" for one in range(9)}, "has 9 templates; it may have at most 8"),
     ],
 )
 def test_other_files_that_cannot_be_used_are_named(

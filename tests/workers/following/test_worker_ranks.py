@@ -44,7 +44,7 @@ def ranks_of(rank: int = 0, sizes: tuple[int, ...] = (1, 2), **fields: Any) -> W
 def test_the_device_decides_how_ranks_meet() -> None:
     assert isinstance(ranks_of(device="cuda").ranks, DeviceRanks)
     assert isinstance(ranks_of(device="cpu").ranks, SharedRanks)
-    with pytest.raises(NoRanks, match="has 9 ranks; on GPUs at most 8 are accepted"):
+    with pytest.raises(NoRanks, match="has 9 ranks; on GPUs it may have at most 8"):
         DeviceRanks(Shard(0, MAX_GPU_RANKS + 1))
 
 

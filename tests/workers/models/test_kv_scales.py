@@ -70,7 +70,10 @@ def test_scales_are_no_weights(plain: Path, tmp_path: Path) -> None:
     ("scales", "message"),
     [
         ({"k0": 1.0, "v0": 1.0}, "lacks k_scale of layer 1, 2 in all; every layer must have both"),
-        (ALL | {"k1": [1.0, 1.0, 1.0]}, r"layers\.1\.self_attn\.k_scale has 3 numbers; 1 for the layer or 2, one a KV"),
+        (
+            ALL | {"k1": [1.0, 1.0, 1.0]},
+            r"layers\.1\.self_attn\.k_scale has 3 numbers; it must have 1 for the layer or 2, one a KV",
+        ),
     ],
 )
 def test_scales_that_do_not_fit_the_model(plain: Path, tmp_path: Path, scales: dict[str, Any], message: str) -> None:
@@ -86,7 +89,7 @@ def test_latents_carry_scales_of_their_own(tmp_path: Path) -> None:
     assert chosen(folder, kv_cache_dtype=FP8) == KVScales.uniform(model.num_layers)
     assert stores_fp8("auto", replace(model, quantization=Quantization(fp8_kv=True)))
     for name in ("k_scale", "v_scale"):
-        message = rf"{name} is 0.5; DeepseekV2ForCausalLM keeps latents, which carry scales of their own, and null is"
+        message = rf"{name} is 0.5; DeepseekV2ForCausalLM keeps latents, which carry scales of their own: set null"
         with pytest.raises(InvalidArgument, match=message):
             chosen(folder, kv_cache_dtype=FP8, **{name: 0.5})
         settings = {"model.path": str(folder), "cache.kv_cache_dtype": FP8, f"cache.{name}": 0.5}
@@ -120,7 +123,7 @@ def test_one_plane_is_not_stored_in_8_bits(tmp_path: Path) -> None:
 def test_states_are_not_stored_in_8_bits(case: str, tmp_path: Path) -> None:
     folder = save_checkpoint(case, tmp_path)
     assert chosen(folder) is None
-    message = r"kv_cache_dtype is 'fp8_e4m3', .* keeps recurrent states, .*: auto is accepted where"
+    message = r"kv_cache_dtype is 'fp8_e4m3', .* keeps recurrent states, .*: set auto, and give"
     settings = {"model.path": str(folder), "cache.kv_cache_dtype": FP8}
     with pytest.raises(ConfigError, match=rf"cache\.{message}"):  # and nothing was started
         Cluster(load_cluster_config(None, settings), Mock(spec=[])).start()

@@ -218,7 +218,7 @@ EXPERTS = "model.layers.0.mlp.experts.down_proj"
             "qwen3-blocks",
             f"{Q}_scale_inv",
             torch.ones(3, 3),
-            r"shape \[3, 3\] beside a weight .* each block of \[32, 16\]",
+            r"shape \[3, 3\] for a weight .* each block of \[32, 16\]",
         ),
         ("llama-channel", f"{Q}_scale", torch.ones(63, 1), r"shape \[63, 1\] .* quantization_config names no block"),
         ("qwen3-blocks", f"{Q}_scale_inv", torch.ones(2, 4, dtype=torch.int8), "scale_inv is stored as I8; a matrix"),

@@ -51,5 +51,5 @@ def test_groups_of_heads_that_ranks_cannot_divide_are_named(tmp_path: Path) -> N
 
 def test_a_decoder_refuses_another_rank_than_its_shards(tmp_path: Path) -> None:
     config = shard_config(load_config(save_checkpoint("qwen3", tmp_path), "float32"), Shard(1, 2))
-    with pytest.raises(UnsupportedFeature, match="shard is rank 1 of 2; that of this worker, rank 0 of 2, is accepted"):
+    with pytest.raises(UnsupportedFeature, match="shard is rank 1 of 2; it must be that of this worker, rank 0 of 2"):
         load_decoder(tmp_path, config, ranks=thread_ranks(2)[0])

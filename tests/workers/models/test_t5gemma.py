@@ -71,7 +71,9 @@ def test_what_is_not_served_is_named(tmp_path: Path) -> None:
     assert config.max_encoder_tokens(100, 16) == 96
     with pytest.raises(InvalidArgument, match="T5GemmaForConditionalGeneration has an encoder, whose K and V"):
         stores_fp8("fp8_e4m3", config)
-    with pytest.raises(UnsupportedFeature, match=r"speculation.method is 'draft_model'; with T5Gemma.* ngram is"):
+    with pytest.raises(
+        UnsupportedFeature, match=r"speculation.method is 'draft_model'; with T5Gemma.* it must be ngram"
+    ):
         load_drafter_config(SpeculationSettings(method="draft_model", draft=str(tmp_path), tokens=2), config)
     rewrite(tmp_path, "encoder", vocab_size=200)
     with pytest.raises(UnsupportedFeature, match="vocabulary of 200 tokens, the decoder one of 199"):

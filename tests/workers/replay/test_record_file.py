@@ -103,7 +103,7 @@ def test_a_changed_entry_is_refused(written: Path) -> None:
         (b'"tokens": 3', b'"tokens": true', "header's tokens is True; it must be int"),
         (b'"run": "', b'"run": 1, "ran": "', "header cannot be read"),
         (b'"num_pes": 2', b'"num_pes": 1', "header has PE 1 of 1"),
-        (b'"num_pes": 2', b'"num_pes": 1000000000', "at most 4096 are accepted"),
+        (b'"num_pes": 2', b'"num_pes": 1000000000', "at most 4096 PEs are allowed"),
     ],
 )
 def test_other_files_are_refused(written: Path, old: bytes, new: bytes, error: str) -> None:

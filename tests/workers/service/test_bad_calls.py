@@ -46,7 +46,7 @@ def served(pair: Pair, request_id: str) -> None:
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"max_tokens": 2**32 - 1}, "positions for a sequence"),
         ({"request_id": "x" * 257}, "request_id has 257 characters"),
-        ({"prompt": prompt_message(PROMPT, encoder_tokens=3)}, "encoder_tokens is 3; 0 … 0 are accepted"),
+        ({"prompt": prompt_message(PROMPT, encoder_tokens=3)}, "encoder_tokens is 3; it must be from 0 to 0"),
     ],
 )
 def test_a_reservation_that_cannot_be(pair: Pair, values: dict[str, Any], named: str) -> None:
@@ -121,8 +121,8 @@ def test_pages_that_its_receiver_did_not_offer_are_not_written(pair: Pair) -> No
 @pytest.mark.parametrize(
     ("tokens", "encoder_tokens", "named"),
     [
-        (20, 0, "encoder_tokens is 0; 1 … "),
-        (20, 2**32 - 1, "encoder_tokens is 4294967295; 1 … "),
+        (20, 0, "encoder_tokens is 0; it must be from 1 to "),
+        (20, 2**32 - 1, "encoder_tokens is 4294967295; it must be from 1 to "),
         (16, 9, "prompt has 16 tokens; the encoder's take up 16, and at least one must follow"),
     ],
 )

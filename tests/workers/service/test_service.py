@@ -347,7 +347,7 @@ def test_a_map_of_another_epoch_is_refused(pair: Pair) -> None:
         ("writer_pe", 1, "writer_pe is 1; this worker is PE 0"),
         ("lease_seconds", 0, "lease_seconds is 0"),
         ("lease_seconds", float("nan"), "lease_seconds is nan"),
-        ("signal_slot", 256, "signal_slot is 256; 0 … 255"),
+        ("signal_slot", 256, "signal_slot is 256; it must be from 0 to 255"),
         ("signal_slot", 100_000, "signal_slot"),
         ("matched_tokens", 37, "matched_tokens"),
         ("matched_tokens", 5, "start_position is 0; 5 is expected"),

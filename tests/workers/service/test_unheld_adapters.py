@@ -52,7 +52,7 @@ def test_an_adapter_that_no_worker_holds_is_refused_on_both_sides(pair: Pair) ->
 
 def test_a_digest_of_another_length_is_refused(pair: Pair) -> None:
     ask = worker_pb2.PrepareReceiveRequest(request_id="r", epoch=EPOCH, prompt=prompt_of(b"abc"), max_tokens=4)
-    with pytest.raises(grpc.RpcError, match="adapter has 3 bytes; 16 are accepted") as caught:
+    with pytest.raises(grpc.RpcError, match="adapter has 3 bytes; it must have 16, or none") as caught:
         pair.decode.PrepareReceive(ask, timeout=10)
     assert code_of(caught) == grpc.StatusCode.INVALID_ARGUMENT
 

@@ -46,7 +46,7 @@ def seen(data: bytes) -> tuple[int, str]:
 def test_looks_at_no_more_parts_than_are_accepted(data: bytes) -> None:
     slices, error = seen(data)
     assert slices <= MAX_PARTS // SLICE_PARTS
-    assert error.startswith(f"the message has more than {MAX_PARTS} fields")
+    assert error.startswith(f"the message and its parts have more than {MAX_PARTS} fields")
 
 
 def test_stops_at_the_first_unknown_field() -> None:
@@ -67,7 +67,7 @@ def test_counts_packed_numbers(number: int) -> None:
         return field(3, field(1, varint(number) * count))
 
     assert seen(packed(MAX_NUMBERS)) == (0, "")
-    assert seen(packed(MAX_NUMBERS + 1))[1].startswith(f"token_ids.ids has more than {MAX_NUMBERS} numbers; so many")
+    assert seen(packed(MAX_NUMBERS + 1))[1].startswith(f"token_ids.ids has more than {MAX_NUMBERS} numbers, the most")
 
 
 def unknown(message: Message) -> bool:

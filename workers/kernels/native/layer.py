@@ -45,7 +45,7 @@ class NativeLayerKernels:
 
     def add_rms_norm(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         if not x.is_contiguous():
-            raise ValueError(f"x has strides {x.stride()}; contiguous rows are accepted")
+            raise ValueError(f"x has strides {x.stride()}; its rows must be contiguous")
         return self._normalize(x, 1, None if delta is None else delta.contiguous(), weight, eps)
 
     def norm_heads(self, heads: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -89,7 +89,7 @@ class NativeLayerKernels:
         (rows, inputs), weight, bias = x.shape, packed.weight, packed.bias
         if inputs != weight.shape[1] or x.dtype is not torch.float32:
             raise ValueError(
-                f"x is {tuple(x.shape)} of {x.dtype}; {weight.shape[1]} columns of torch.float32 are accepted"
+                f"x is {tuple(x.shape)} of {x.dtype}; it must have {weight.shape[1]} columns of torch.float32"
             )
         x = x if x.stride(1) == 1 else x.contiguous()
         y = torch.empty((rows, outputs))

@@ -18,7 +18,7 @@ def load_drafter_config(speculation: SpeculationSettings, target: ModelConfig) -
     if target.single_blocks is not None and speculation.method == "eagle3":
         raise UnsupportedFeature(
             f"speculation.method is {speculation.method!r}; layers of {target.architecture} are one block each, and a "
-            "head takes what whole layers do: none, ngram and draft_model are accepted"
+            "head takes what whole layers do: set none, ngram or draft_model"
         )
     if target.hyper is not None and speculation.method in ("mtp", "eagle3"):
         raise UnsupportedFeature(
@@ -27,8 +27,8 @@ def load_drafter_config(speculation: SpeculationSettings, target: ModelConfig) -
         )
     if speculation.method in ("mtp", "eagle3", "draft_model") and target.encoder is not None:
         raise UnsupportedFeature(
-            f"speculation.method is {speculation.method!r}; with {target.architecture}, which has an encoder, ngram is "
-            "accepted"
+            f"speculation.method is {speculation.method!r}; with {target.architecture}, which has an encoder, it must "
+            "be ngram"
         )
     if speculation.method == "mtp":
         return mtp_config(target)
@@ -45,12 +45,12 @@ def check_drafter(folder: str, drafter: ModelConfig) -> None:
     """UnsupportedFeature unless `drafter`, of that folder, can draft."""
     if drafter.rope.by_length:
         raise UnsupportedFeature(
-            f"{folder} has RoPE of type {drafter.rope.rope_type}, which depends on a sequence's length; a drafter with "
-            "another type is accepted"
+            f"{folder} has RoPE of type {drafter.rope.rope_type}, which depends on a sequence's length; give a "
+            "drafter with another type"
         )
     if drafter.encoder is not None:
         raise UnsupportedFeature(
-            f"{folder} is {drafter.architecture}, which has an encoder; a decoder alone is accepted"
+            f"{folder} is {drafter.architecture}, which has an encoder; it must be a decoder alone"
         )
     indexed = drafter.latent is not None and drafter.latent.index is not None
     tempered = drafter.chunked is not None and drafter.chunked.temperature is not None

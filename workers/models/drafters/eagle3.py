@@ -38,10 +38,10 @@ def eagle3_config(folder: Path, target: ModelConfig) -> ModelConfig:
     for name in ("vocab_size", "hidden_size"):
         own, wanted = getattr(config, name), getattr(target, name)
         if own != wanted:
-            raise InvalidConfig(f"{folder}: {name} is {own}; that of the target, {wanted}, is accepted")
+            raise InvalidConfig(f"{folder}: {name} is {own}; it must be that of the target, {wanted}")
     if config.num_layers != 1 or "eagle_config" in fields:
         named = "eagle_config" if config.num_layers == 1 else f"num_hidden_layers {config.num_layers}"
-        raise UnsupportedFeature(f"{folder} has {named}; a head of one layer, which takes the usual three, is accepted")
+        raise UnsupportedFeature(f"{folder} has {named}; it must be a head of one layer, which takes the usual three")
     low, middle, high = taps_of(target)
     if not low < middle < high:
         raise UnsupportedFeature(
@@ -120,7 +120,7 @@ def _read_offsets(folder: Path, count: int) -> Tensor:
                 continue
             if (stored.dtype_name, stored.shape, stored.num_bytes) != ("I64", (count,), 8 * count):
                 raise InvalidWeights(
-                    f"{path}: tensor {OFFSETS} is {stored.dtype_name} {list(stored.shape)}; I64 [{count}] is accepted"
+                    f"{path}: tensor {OFFSETS} is {stored.dtype_name} {list(stored.shape)}; it must be I64 [{count}]"
                 )
             return read_bytes(file, stored.begin, stored.num_bytes).view(torch.int64)
     raise InvalidWeights(f"{folder} lacks {OFFSETS}, which a draft_vocab_size of {count} asks for")

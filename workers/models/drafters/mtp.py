@@ -27,7 +27,7 @@ def mtp_config(target: ModelConfig) -> ModelConfig:
     if target.num_extra_layers != 1:
         raise UnsupportedFeature(
             f"speculation.method is mtp; {target.architecture} has {target.num_extra_layers} layers for multi-token "
-            "prediction, and a checkpoint with 1 (num_nextn_predict_layers or mtp_num_hidden_layers) is accepted"
+            "prediction: give a checkpoint with 1 (num_nextn_predict_layers or mtp_num_hidden_layers)"
         )
     if target.latent is not None and target.latent.index is not None:
         raise UnsupportedFeature(
@@ -105,8 +105,8 @@ def load_mtp(
     def allocate(stored: Collection[str], device: torch.device, forms: Forms) -> MtpParameters:
         if not stored and load_format != "dummy":
             raise UnsupportedFeature(
-                f"speculation.method is mtp; {folder} has no weights {names.prefix}*, those of a layer for multi-token "
-                "prediction, and a checkpoint with them is accepted"
+                f"speculation.method is mtp; {folder} has no weights {names.prefix}*, which belong to a layer for "
+                "multi-token prediction: give a checkpoint with them"
             )
         return MtpParameters(config, device, forms)
 

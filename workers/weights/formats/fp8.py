@@ -55,8 +55,8 @@ class Fp8Weight:
             return cls(file, name, scales, block, grid)
         blocks = "quantization_config names no block" if block is None else f"or one for each block of {list(block)}"
         raise InvalidWeights(
-            f"{scales.path}: tensor {scales.name} has shape {list(found)} beside a weight of {list(shape)}; "
-            f"accepted are 1 scale, {[rows, 1]}, {blocks}"
+            f"{scales.path}: tensor {scales.name} has shape {list(found)} for a weight of {list(shape)}; it must "
+            f"be 1 scale, {[rows, 1]}, {blocks}"
         )
 
     @property

@@ -86,8 +86,8 @@ class Admin(admin_pb2_grpc.AdminServicer):
             wanted[name] = number = getattr(request, name) if request.HasField(name) else None
             if number is not None and not fewest <= number <= MAX_WORKERS:
                 alone = name == "num_prefill" and number == 0
-                hint = "; 0 is, where scheduler.roles is adaptive or colocated" if alone else ""
-                raise InvalidRequest(f"{name} is {number}; {fewest} … {MAX_WORKERS} are accepted{hint}")
+                hint = ", or 0 where scheduler.roles is adaptive or colocated" if alone else ""
+                raise InvalidRequest(f"{name} is {number}; it must be from {fewest} to {MAX_WORKERS}{hint}")
         shaped = any(number is not None for number in wanted.values())
         if request.HasField("num_islands"):
             if shaped or request.island:

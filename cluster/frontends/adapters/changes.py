@@ -130,9 +130,9 @@ class AdapterChanges:
         if section.allowed_root is not None and folder.is_relative_to(Path(section.allowed_root)):
             return folder
         if folder not in allowed:
-            under = f"folders under {section.allowed_root} and " if section.allowed_root is not None else ""
+            under = f"under {section.allowed_root} or " if section.allowed_root is not None else ""
             raise InvalidRequest(
-                f"path is {path!r:.160}; {under}those of adapters.folders are accepted (adapters.allowed_root)"
+                f"path is {path!r:.160}; it must be {under}a folder of adapters.folders (adapters.allowed_root)"
             )
         return folder
 

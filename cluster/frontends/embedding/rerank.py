@@ -44,7 +44,9 @@ class ScoreBody(ReadFields):
         first = self._one("text_1", self.text_1, "queries", self.queries)
         second = self._one("text_2", self.text_2, "documents", self.documents)
         if len(first) not in (1, len(second)):
-            reason = f"text_1 has {len(first)} texts and text_2 {len(second)}; as many are accepted, or one text_1"
+            reason = (
+                f"text_1 has {len(first)} texts and text_2 {len(second)}; text_1 must have as many as text_2, or one"
+            )
             raise HttpError(400, reason, param="text_1")
         return list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
 

@@ -24,10 +24,10 @@ async def read_body_of(scope: Scope, receive: Receive, held: Body, max_bytes: in
 async def _read(scope: Scope, receive: Receive, held: Body, max_bytes: int) -> bytearray:
     media_type = ";".join(header(scope, "content-type"))
     if media_type.partition(";")[0].strip().lower() != "application/json":
-        raise HttpError(415, f"content-type is {media_type!r:.80}; application/json is accepted")
+        raise HttpError(415, f"content-type is {media_type!r:.80}; it must be application/json")
     coding = next((one for one in header(scope, "content-encoding") if one.strip().lower() != "identity"), None)
     if coding is not None:
-        raise HttpError(415, f"content-encoding is {coding!r:.80}; none is accepted, or identity")
+        raise HttpError(415, f"content-encoding is {coding!r:.80}; leave it out, or send identity")
     declared = int((header(scope, "content-length") or ["0"])[0])
     _check_size(declared, max_bytes)
     held.hold(declared)
@@ -46,4 +46,6 @@ async def _read(scope: Scope, receive: Receive, held: Body, max_bytes: int) -> b
 
 def _check_size(size: int, max_bytes: int) -> None:
     if size > max_bytes:
-        raise HttpError(413, f"the body has {size} bytes or more; {max_bytes} are accepted (gateway.max_message_mib)")
+        raise HttpError(
+            413, f"the body has {size} bytes or more; it may have at most {max_bytes} (gateway.max_message_mib)"
+        )

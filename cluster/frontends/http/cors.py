@@ -42,7 +42,7 @@ class Cors:
             raise HttpError(403, f"origin is {header(scope, 'origin')[0]!r:.80}; gateway.cors_origins has other ones")
         wanted = ", ".join(header(scope, "access-control-request-headers"))
         if not NAMES.fullmatch(wanted):
-            raise HttpError(400, f"access-control-request-headers is {wanted!r:.80}; names of headers are accepted")
+            raise HttpError(400, f"access-control-request-headers is {wanted!r:.80}; it must list names of headers")
         allowed = {"access-control-allow-methods": METHODS, "access-control-max-age": str(KEPT_SECONDS)}
         if wanted:
             allowed["access-control-allow-headers"] = wanted

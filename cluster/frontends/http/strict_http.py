@@ -86,10 +86,10 @@ class StrictHttp(h11.Connection):
             raise h11.RemoteProtocolError(f"the head has more than {MOST_HEAD} bytes")
         first = head.find(b"\n")
         if first > MOST_LINE:
-            raise h11.RemoteProtocolError(f"the request line has {first} bytes; {MOST_LINE} are accepted")
+            raise h11.RemoteProtocolError(f"the request line has {first} bytes; it may have at most {MOST_LINE}")
         lines = head.count(b"\n")
         if lines > MOST_LINES:
-            raise h11.RemoteProtocolError(f"the head has {lines} lines; {MOST_LINES} are accepted")
+            raise h11.RemoteProtocolError(f"the head has {lines} lines; it may have at most {MOST_LINES}")
         wrong = NOT_IN_A_HEADER.search(head, max(0, first))
         if wrong is not None:
             raise h11.RemoteProtocolError(f"illegal header line: it has the byte {wrong[0]!r}")
@@ -97,14 +97,14 @@ class StrictHttp(h11.Connection):
     def _check_framing(self) -> None:
         if self.their_state is h11.SEND_BODY and self._silent > MOST_FRAMING:
             raise h11.RemoteProtocolError(
-                f"a chunk's size with its extensions, or the trailers, have {self._silent} bytes; "
-                f"{MOST_FRAMING} are accepted"
+                f"a chunk's size with its extensions, or the trailers, have {self._silent} bytes; they may have at "
+                f"most {MOST_FRAMING}"
             )
 
     @staticmethod
     def _check_ends(request: h11.Request) -> None:
         names = {name for name, _ in request.headers}
         if {LENGTH, CODING} <= names:
-            raise h11.RemoteProtocolError("content-length and transfer-encoding: one of them is accepted")
+            raise h11.RemoteProtocolError("content-length and transfer-encoding are both set; set only one")
         if CODING in names and request.http_version < b"1.1":
-            raise h11.RemoteProtocolError("transfer-encoding is accepted from HTTP/1.1 on")
+            raise h11.RemoteProtocolError("transfer-encoding is set; it needs HTTP/1.1 or later")

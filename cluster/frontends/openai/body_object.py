@@ -29,7 +29,7 @@ class BodyObject(BaseModel):
     @classmethod
     def _without_nulls(cls, value: object) -> object:
         if isinstance(value, dict) and len(value) > MAX_FIELDS:  # a finding for each would take memory and time
-            raise ValueError(f"has {len(value)} fields; at most {MAX_FIELDS} are accepted")
+            raise ValueError(f"has {len(value)} fields; it may have at most {MAX_FIELDS}")
         if not isinstance(value, dict):
             return value
         held = {name: one for name, one in value.items() if one is not None}

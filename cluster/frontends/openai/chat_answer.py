@@ -44,7 +44,7 @@ class ChatAnswers:
             raise HttpError(
                 400,
                 "tools: the chat template shows no format of tool calls that is known here, and gateway.tool_parser "
-                "names none; tool_choice 'required', 'none' or a named function is accepted",
+                "names none; set tool_choice to 'required', 'none' or a named function",
                 param="tools",
             )
         keeps_special = False

@@ -43,7 +43,7 @@ class CompletionBody(GenerationBody):
 
     renamed = MappingProxyType({"text": "prompt", "token_bytes": "prompt"})
     prompt_field = "prompt"
-    token_ids_only = "the checkpoint has no tokenizer.json; a list of token ids is accepted"
+    token_ids_only = "the checkpoint has no tokenizer.json; send a list of token ids"
 
     prompt: Text | Ids | Texts | IdLists = Field(
         discriminator=Discriminator(_kind),
@@ -61,7 +61,7 @@ class CompletionBody(GenerationBody):
         if not isinstance(body, dict) or body.get("encoder_prompt") is None:
             return body
         if body.get("prompt") is not None:
-            raise ValueError("encoder_prompt and prompt are both set; only one is accepted")
+            raise ValueError("encoder_prompt and prompt are both set; set only one")
         return body | {"prompt": body["encoder_prompt"]}
 
     @field_validator("prompt", mode="before")
@@ -76,18 +76,18 @@ class CompletionBody(GenerationBody):
         prompts, answers = len(self.prompts), max(self.n or 1, self.best_of or 1)
         if prompts > 1 and prompts * answers > MAX_ANSWERS:
             raise ValueError(
-                f"prompt has {prompts} entries, with {answers} answers each; at most {MAX_ANSWERS} answers are accepted"
+                f"prompt has {prompts} entries, with {answers} answers each; at most {MAX_ANSWERS} answers are allowed"
             )
         return self
 
     @model_validator(mode="after")
     def _echoes(self) -> Self:
         if self.echo and max(self.n or 1, self.best_of or 1) > 1:
-            raise ValueError("echo is true; with n or best_of above 1 only false is accepted")
+            raise ValueError("echo is true; with n or best_of above 1 it must be false")
         if self.echo and (self.encoder_prompt is not None or self.decoder_prompt is not None):
-            raise ValueError("echo is true; with encoder_prompt or decoder_prompt only false is accepted")
+            raise ValueError("echo is true; with encoder_prompt or decoder_prompt it must be false")
         if self.echo and self.truncate_prompt_tokens is not None:
-            raise ValueError("echo is true; with truncate_prompt_tokens only false is accepted")
+            raise ValueError("echo is true; with truncate_prompt_tokens it must be false")
         return self
 
     def without_prompt(self) -> Self:
@@ -101,7 +101,7 @@ class CompletionBody(GenerationBody):
             if prompt and self.truncate_prompt_tokens is not None:
                 continue
             name = f"prompt[{index}]" if len(self.prompts) > 1 else "prompt"
-            reason = f"{name} has {len(prompt)} token ids; 1 to {max_tokens - 1} are accepted"
+            reason = f"{name} has {len(prompt)} token ids; it must have from 1 to {max_tokens - 1}"
             error = HttpError(400, reason, param="prompt")
             raise too_long(max_tokens, error) if prompt else error
 

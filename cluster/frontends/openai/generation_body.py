@@ -32,10 +32,10 @@ def _biases(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if len(value) > MAX_LISTED:
-        raise ValueError(f"has {len(value)} token ids; at most {MAX_LISTED} are accepted")
+        raise ValueError(f"has {len(value)} token ids; it may have at most {MAX_LISTED}")
     wrong = next((key for key in value if not re.fullmatch("[0-9]{1,10}", key)), None)
     if wrong is not None:
-        raise ValueError(f"has the key {wrong!r:.80}; token ids are accepted")
+        raise ValueError(f"has the key {wrong!r:.80}; each key must be a token id")
     return {int(key): bias for key, bias in value.items()}
 
 
@@ -97,7 +97,7 @@ class GenerationBody(GuidedFields, AskingBody, SamplingFields):
     @model_validator(mode="after")
     def _ranks_no_stream(self) -> Self:
         if self.stream and (self.best_of or 1) > (self.n or 1):
-            raise ValueError(f"best_of is {self.best_of}; with stream: true n is accepted: {self.n or 1}")
+            raise ValueError(f"best_of is {self.best_of}; with stream: true it must be n: {self.n or 1}")
         return self
 
     @property

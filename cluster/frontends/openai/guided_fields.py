@@ -58,7 +58,7 @@ class StructuredOutputs(BodyObject):
     @model_validator(mode="after")
     def _one_spacing(self) -> Self:
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
-            raise ValueError("has whitespace_pattern and disable_any_whitespace: true; only one is accepted")
+            raise ValueError("has whitespace_pattern and disable_any_whitespace: true; set only one")
         return self
 
     @property
@@ -95,7 +95,7 @@ class GuidedFields(BodyObject):
     def _one_guide(self) -> Self:
         names = [name for name, _ in self._guides()]
         if len(names) > 1:
-            raise ValueError(f"{names[1]} and {names[0]} are both set; only one is accepted")
+            raise ValueError(f"{names[1]} and {names[0]} are both set; set only one")
         return self
 
     @property

@@ -133,7 +133,7 @@ def _check_unsupported(name: str, value: object) -> None:
     accepted = ONLY[name]
     if value is not None and value not in accepted:
         values = " or ".join(map(json.dumps, [*accepted, None]))
-        raise HttpError(400, f"{name} is {reprlib.repr(value)}; only {values} is accepted here", param=name)
+        raise HttpError(400, f"{name} is {reprlib.repr(value)}; here it must be {values}", param=name)
 
 
 def _check_spelling(name: str, known: Collection[str]) -> None:

@@ -50,9 +50,9 @@ def read_object(kind: type[ObjectT], data: bytes | bytearray) -> tuple[ObjectT, 
     except ValueError as error:
         raise HttpError(400, f"the body cannot be read as JSON: {error}") from None
     if not isinstance(values, dict):
-        raise HttpError(400, f"the body is {reprlib.repr(values)}; a JSON object is accepted")
+        raise HttpError(400, f"the body is {reprlib.repr(values)}; it must be a JSON object")
     if len(values) > MAX_FIELDS:
-        raise HttpError(400, f"the body has {len(values)} fields; at most {MAX_FIELDS} are accepted")
+        raise HttpError(400, f"the body has {len(values)} fields; it may have at most {MAX_FIELDS}")
     values = {name: _whole(value) for name, value in values.items()}
     ignored = take_out(values, kind.model_fields)
     return checked(kind, values), ignored
@@ -80,7 +80,7 @@ def _refusal(kind: type[BodyObject], finding: Any) -> HttpError:
     if finding["type"] == "extra_forbidden":
         *place, last = finding["loc"]
         name = _dotted([*_described(kind, place)[0], last])[:LONGEST_NAME]
-        return HttpError(400, f"{name} is not supported; null is accepted", param=name, code="unknown_parameter")
+        return HttpError(400, f"{name} is not supported; it must be null", param=name, code="unknown_parameter")
     names, accepted = _described(kind, finding["loc"])
     name = _dotted(names)
     if finding["type"] == "value_error":

@@ -99,15 +99,15 @@ class ToolFields(BodyObject):
         names = [tool.function.name for tool in self.tools or ()]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
-            raise ValueError(f"tools has {twice!r} twice; each name is accepted once")
+            raise ValueError(f"tools has {twice!r} twice; each name may occur once")
         choice = self.tool_choice
         if isinstance(choice, NamedTool) and choice.function.name not in names:
             known = ", ".join(names[:16]) or "none"
             raise ValueError(f"tool_choice names {choice.function.name!r:.80}; tools has {known}")
         if choice == "required" and not names:
-            raise ValueError("tool_choice is 'required'; without tools 'none' and 'auto' are accepted")
+            raise ValueError("tool_choice is 'required'; without tools it must be 'none' or 'auto'")
         if (size := len(self.template_tools)) > MAX_TOOLS_TEXT:
-            raise ValueError(f"tools has {size} characters; at most {MAX_TOOLS_TEXT} are accepted")
+            raise ValueError(f"tools has {size} characters; it may have at most {MAX_TOOLS_TEXT}")
         return self
 
     @property

@@ -172,7 +172,7 @@ def test_a_bad_folder_names_the_field(gateway: OpenGateway, root: Path, tmp_path
     assert "it holds no such adapter" in error["message"]
     error = refused(load(gateway, "red", tmp_path), 400)
     assert error["param"] == "lora_path"
-    assert error["message"].endswith("are accepted (adapters.allowed_root)")
+    assert error["message"].endswith("or a folder of adapters.folders (adapters.allowed_root)")
     (root / "link").symlink_to(tmp_path)
     assert refused(load(gateway, "red", root / "link"), 400)["param"] == "lora_path"
     assert refused(load(gateway, "red", root / ".." / "root" / ".." / "x"), 400)["param"] == "lora_path"
@@ -187,8 +187,8 @@ def test_a_bad_folder_names_the_field(gateway: OpenGateway, root: Path, tmp_path
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"r": 17}, "r is 17; at most 16 is accepted (adapters.max_rank)"),
-        ({"rank_pattern": {"k_proj": 32}}, "r is 32; at most 16"),
+        ({"r": 17}, "r is 17; it must be at most 16 (adapters.max_rank)"),
+        ({"rank_pattern": {"k_proj": 32}}, "r is 32; it must be at most 16"),
         ({"use_dora": True}, "use_dora"),
         ({"bias": "all"}, "bias"),
         ({"peft_type": "IA3"}, "peft_type"),

@@ -126,7 +126,7 @@ def test_what_is_not_supported_is_refused(name: str, value: Any, accepted: str) 
             CompletionBody,
             {"prompt": "a", "n": 2, "best_of": 3, "stream": True},
             "best_of",
-            "is 3; with stream: true n is",
+            "is 3; with stream: true it must be n",
         ),
         (CompletionBody, {"prompt": [5, "a"]}, "prompt[1]", r"prompt\[1\] is 'a'; it must be text"),
         (CompletionBody, {"prompt": [True]}, "prompt[0]", r"prompt\[0\] is True"),
@@ -134,14 +134,19 @@ def test_what_is_not_supported_is_refused(name: str, value: Any, accepted: str) 
         (CompletionBody, {"prompt": "x", "max_tokens": 9.5}, "max_tokens", "max_tokens is 9.5"),
         (CompletionBody, {"prompt": "x", "stop": [5]}, "stop", r"stop is \[5\]; it must be text, or a list of texts"),
         (CompletionBody, {"prompt": "x", "stream": "yes"}, "stream", "stream is 'yes'; it must be true or false"),
-        (CompletionBody, {"prompt": "x", "messages": []}, "messages", r"messages is \[\]; only null is accepted here"),
+        (CompletionBody, {"prompt": "x", "messages": []}, "messages", r"messages is \[\]; here it must be null"),
         (CompletionBody, {"prompt": "x", "max_token": 5}, "max_token", "did you mean max_tokens"),
         (CompletionBody, {"prompt": "x", "temperatur": 5}, "temperatur", "did you mean temperature"),
         (ChatBody, {"messages": [TURN], "maxTokens": 5}, "maxTokens", "did you mean max_tokens"),
         (ChatBody, {"messages": [TURN], "max_new_tokens": 5}, "max_new_tokens", "did you mean max_tokens"),
         (CompletionBody, {"prompt": "x", "stop_sequences": ["a"]}, "stop_sequences", "did you mean stop"),
         (ChatBody, {"messages": [TURN], "request_id": "x" * 129}, "request_id", "a text of at most 128 characters"),
-        (CompletionBody, {"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias", "has the key 'a'; token ids are"),
+        (
+            CompletionBody,
+            {"prompt": "x", "logit_bias": {"a": 1}},
+            "logit_bias",
+            "has the key 'a'; each key must be a token id",
+        ),
         (CompletionBody, {"prompt": "x", "logit_bias": {"5": "b"}}, "logit_bias[5]", "'b'; it must be an object of"),
         (CompletionBody, {"prompt": "x", "logit_bias": dict.fromkeys(map(str, range(2000)), 1)}, "logit_bias", "2000"),
         (CompletionBody, {"prompt": "x", "bad_words_ids": [5]}, "bad_words_ids[0]", "it must be a list of lists of"),
@@ -162,7 +167,7 @@ def test_what_is_not_supported_is_refused(name: str, value: Any, accepted: str) 
             ChatBody,
             {"messages": [TURN], "guided_json": {}, "guided_regex": "a"},
             "guided_regex",
-            "guided_regex and guided_json are both set; only one is accepted",
+            "guided_regex and guided_json are both set; set only one",
         ),
         (ChatBody, {"messages": [TURN], "structured_outputs": {"xml": 1}}, "structured_outputs.xml", "not supported"),
         (
@@ -203,9 +208,14 @@ def test_what_is_not_supported_is_refused(name: str, value: Any, accepted: str) 
         (ChatBody, {"messages": [TURN], "logprobs": 2}, "logprobs", "logprobs is 2; it must be true or false"),
         (CompletionBody, {"prompt": "x", "logprobs": True}, "logprobs", "logprobs is True; it must be an integer"),
         (CompletionBody, {"prompt": [[]]}, "prompt", "prompt is empty; at least one token id"),
-        (ChatBody, {"messages": [{**TURN, **MANY}]}, "messages[0]", r"messages\[0\] has 152 fields; at most 100 are"),
+        (
+            ChatBody,
+            {"messages": [{**TURN, **MANY}]},
+            "messages[0]",
+            r"messages\[0\] has 152 fields; it may have at most 100",
+        ),
         (ChatBody, {"messages": [TURN] * 16385}, "messages", "it must be a list of 1 to 16384 messages"),
-        (ChatBody, {"messages": [TURN], "prompt": "x"}, "prompt", "prompt is 'x'; only null"),
+        (ChatBody, {"messages": [TURN], "prompt": "x"}, "prompt", "prompt is 'x'; here it must be null"),
     ],
 )
 def test_refusals_name_field_value_and_what_is_accepted(
@@ -235,7 +245,7 @@ def test_a_bad_body_makes_few_findings(kind: type[GenerationBody], body: Any) ->
 
 
 def test_a_body_of_many_fields() -> None:
-    with pytest.raises(HttpError, match="the body has 151 fields; at most 100 are accepted"):
+    with pytest.raises(HttpError, match="the body has 151 fields; it may have at most 100"):
         read_body(CompletionBody, json.dumps({"prompt": "x", **MANY}).encode())
 
 
@@ -251,7 +261,7 @@ def test_what_is_no_json(data: bytes) -> None:
 
 @pytest.mark.parametrize("data", [b"[]", b"5", b'"text"', b"null"])
 def test_what_is_no_object(data: bytes) -> None:
-    with pytest.raises(HttpError, match="a JSON object is accepted"):
+    with pytest.raises(HttpError, match="it must be a JSON object"):
         read_body(ChatBody, data)
 
 
@@ -281,8 +291,8 @@ def test_what_the_gateway_refuses_has_the_bodys_names(
 def test_a_refusal_that_names_no_field_is_passed_on() -> None:
     body = read(ChatBody, {"messages": [TURN]})
     assert str(body.blame(InvalidRequest("the prompt has 9 tokens"))) == "the prompt has 9 tokens"
-    error = body.blame(InvalidRequest("chat has 9 characters; at most 5 are accepted"))
-    assert (str(error), error.param) == ("messages has 9 characters; at most 5 are accepted", "messages")
+    error = body.blame(InvalidRequest("chat has 9 characters; it may have at most 5"))
+    assert (str(error), error.param) == ("messages has 9 characters; it may have at most 5", "messages")
 
 
 NEUTRAL = {"priority": None, "seed": -1, "length_penalty": 1, "early_stopping": False, "use_beam_search": False}
@@ -446,7 +456,7 @@ def test_a_refused_guide_has_the_bodys_name() -> None:
     [
         "the prompt has 9 tokens; the model's context takes at most 7 and one output",
         "sampling.max_tokens is 5 after a prompt of 4 tokens; the model's context of 8 leaves at most 4",
-        "text has 99 characters; at most 80 are accepted, which 8 of the model's longest tokens would make",
+        "text has 99 characters; it may have at most 80, which 8 of the model's longest tokens would make",
     ],
 )
 def test_clients_can_tell_that_the_context_is_too_short(message: str) -> None:

@@ -276,8 +276,8 @@ class TestHeadsAndFraming:
     @pytest.mark.parametrize(
         ("request_bytes", "reason"),
         [
-            (head(*(b"a: b" for _ in range(128))), "the head has 133 lines; 128 are accepted"),
-            (head(path=b"/" + b"%41" * 1400), "the request line has 4216 bytes; 4096 are accepted"),
+            (head(*(b"a: b" for _ in range(128))), "the head has 133 lines; it may have at most 128"),
+            (head(path=b"/" + b"%41" * 1400), "the request line has 4216 bytes; it may have at most 4096"),
             (head(b"a: " + b"x" * (16 << 10)), "the head has more than 16384 bytes"),
             (head(b"a:" + b" " * 9000 + b"\0"), r"illegal header line: it has the byte b'\x00'"),
             (head(b"a:" + b" " * 9000 + b"\r\r"), r"illegal header line: it has the byte b'\r'"),
@@ -313,7 +313,7 @@ class TestHeadsAndFraming:
                     await asyncio.sleep(0)
                 answer = await client.answer()
                 assert answer.status == 400
-                assert "; 512 are accepted" in answer.message
+                assert "may have at most 512" in answer.message
                 assert await client.is_ended()
 
         opened.run(test)

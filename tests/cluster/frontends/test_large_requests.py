@@ -1,4 +1,4 @@
-"""Large requests: what is accepted, what is refused and how, and that all of it goes where streams do not wait."""
+"""Large requests: which are served, which are refused and how, and that all of it goes where streams do not wait."""
 
 import json
 import socket
@@ -62,12 +62,15 @@ def told(opened: OpenGateway, data: bytes) -> tuple[grpc.StatusCode, str]:
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (field(4, b"\x0a\x00" * MIB), "the message has more than 65536 fields"),
-        (field(4, b"\x0a\x00" * 20_000), "chat has 20000 messages; at most 16384 are accepted"),
-        (field(3, field(1, b"\1" * 2 * MIB)), "token_ids.ids has more than 1048576 numbers; so many are accepted"),
+        (field(4, b"\x0a\x00" * MIB), "the message and its parts have more than 65536 fields"),
+        (field(4, b"\x0a\x00" * 20_000), "chat has 20000 messages; it may have at most 16384"),
+        (field(3, field(1, b"\1" * 2 * MIB)), "token_ids.ids has more than 1048576 numbers, the most that are allowed"),
         (field(3, field(1, b"\1" * 70_000)), "the prompt has 70000 tokens; "),
         (field(7, bytes(3 * MIB)), "the prompt has 786432 tokens; "),
-        (field(7, bytes(4)) + field(6, field(1, b"\1" * 1000)), "resume.token_ids has 1000 ids; at most 255 are"),
+        (
+            field(7, bytes(4)) + field(6, field(1, b"\1" * 1000)),
+            "resume.token_ids has 1000 ids; it may have at most 255",
+        ),
         (field(7, bytes(4)) + field(5, field(8, b"") * 200), "sampling.stop has 200 "),
     ],
     ids=["parts", "messages", "numbers", "ids", "bytes", "resumed ids", "stop strings"],
@@ -169,13 +172,13 @@ class TestBudget:
 
             first = begun(f"content-length: {MIB}")
             until(lambda: opened.gateway._bodies.held == MIB)
-            late = said(begun(f"content-length: {MIB}"), b"accepted")
+            late = said(begun(f"content-length: {MIB}"), b"allowed")
             assert late.startswith(b"HTTP/1.1 429")
             assert b"\r\nretry-after: 1\r\n" in late
-            assert b"requests of 2 MiB are being received from this host; 1 MiB are accepted" in late
+            assert b"requests of 2 MiB are being received from this host; at most 1 MiB are allowed" in late
             chunked = begun("transfer-encoding: chunked")
             chunked.sendall(b"20000\r\n" + b" " * 0x20000 + b"\r\n")
-            assert said(chunked, b"accepted").startswith(b"HTTP/1.1 429")
+            assert said(chunked, b"allowed").startswith(b"HTTP/1.1 429")
             assert answer(opened.http, COMPLETIONS, prompt="abc", max_tokens=2)["choices"]
             first.close()
             until(lambda: opened.gateway._bodies.held == 0)

@@ -156,7 +156,7 @@ def test_the_template_gets_earlier_calls_and_answers(gateway: OpenGateway, model
         (
             {"tools": [TOOL], "tool_choice": "required", "guided_regex": "a"},
             "tool_choice",
-            "tool_choice and guided_regex are both set; only one is accepted",
+            "tool_choice and guided_regex are both set; set only one",
         ),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "tree"}}}],
@@ -167,7 +167,7 @@ def test_the_template_gets_earlier_calls_and_answers(gateway: OpenGateway, model
         (
             {"tools": [{"type": "function", "function": {"name": "f", "description": "x" * (1 << 18)}}]},
             "tools",
-            "characters; at most 262144 are accepted",
+            "characters; it may have at most 262144",
         ),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}]},

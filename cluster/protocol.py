@@ -37,7 +37,7 @@ HALVES = ("encoder_prompt", "decoder_prompt")
 
 CLIENT_ID_KEY = "client-id"
 MAX_MESSAGES = 16_384  # of a chat: whoever walks them holds up others
-TOKEN_IDS_ONLY = "the checkpoint has no tokenizer.json; token_ids are accepted"  # other frontends say it in their words
+TOKEN_IDS_ONLY = "the checkpoint has no tokenizer.json; send token_ids"  # other frontends say it in their words
 CLUSTER_ENDS = "the cluster ends: "  # so begins the text of UNAVAILABLE that a gateway answers, and no connection
 ACCEPTED = MappingProxyType(
     {
@@ -64,7 +64,7 @@ AS_JSON: Mapping[str, tuple[type, Callable[[Any], object], str]] = MappingProxyT
         "tools": (Sequence, list, "a list of functions, as OpenAI describes them, that JSON can hold"),
     }
 )
-"""Options that travel as JSON: their type, the conversion, and the type in words. JSON text is accepted, too."""
+"""Options that travel as JSON: their type, the conversion, and the type in words. JSON text works, too."""
 
 
 class PromptOptions(TypedDict, total=False):
@@ -162,7 +162,7 @@ def _set_half(half: inference_pb2.Prompt, name: str, value: Any) -> None:
         else:
             half.token_bytes = struct.pack(f"<{len(value)}I", *value)
     except (TypeError, ValueError, struct.error):
-        raise InvalidRequest(f"{name} is {value!r:.80}; Unicode text or token ids in [0, 2^32) are accepted") from None
+        raise InvalidRequest(f"{name} is {value!r:.80}; it must be Unicode text or token ids in [0, 2^32)") from None
 
 
 def _guided(value: Any) -> inference_pb2.Guided:
@@ -204,6 +204,6 @@ def _set_prompt(request: inference_pb2.GenerateRequest, prompt: Prompt | None) -
             request.token_bytes = struct.pack(f"<{len(items)}I", *items)
     except (TypeError, ValueError, KeyError, struct.error) as error:
         raise InvalidRequest(
-            f"prompt is {items!r:.80}: {error}; "
-            "Unicode text, token ids in [0, 2^32), a list of chat messages or a Fork are accepted"
+            f"prompt is {items!r:.80}: {error}; it must be Unicode text, token ids in [0, 2^32), a list of chat "
+            "messages or a Fork"
         ) from None

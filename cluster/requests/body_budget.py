@@ -46,12 +46,13 @@ class BodyBudget:
         held = self.held + more
         if more > 0 and of_host > self._most_of_host:
             raise Overloaded(
-                f"requests of {_mib(of_host)} are being received from this host; {_mib(self._most_of_host)} are "
-                "accepted, half of gateway.max_bodies_mib"
+                f"requests of {_mib(of_host)} are being received from this host; at most {_mib(self._most_of_host)} "
+                "are allowed, half of gateway.max_bodies_mib"
             )
         if more > 0 and held > self._most:
             raise Overloaded(
-                f"requests of {_mib(held)} are being received; {_mib(self._most)} are accepted (gateway.max_bodies_mib)"
+                f"requests of {_mib(held)} are being received; at most {_mib(self._most)} are allowed "
+                "(gateway.max_bodies_mib)"
             )
         if of_host:
             self._of_hosts[host] = of_host

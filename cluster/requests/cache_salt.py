@@ -15,7 +15,7 @@ def worker_salt(cache_salt: str, credential: str) -> bytes:
     the same salt. Raises InvalidRequest.
     """
     if len(cache_salt) > MAX_CACHE_SALT:
-        raise InvalidRequest(f"cache_salt has {len(cache_salt)} characters; at most {MAX_CACHE_SALT} are accepted")
+        raise InvalidRequest(f"cache_salt has {len(cache_salt)} characters; it may have at most {MAX_CACHE_SALT}")
     if not cache_salt and not credential:
         return b""
     caller = blake2b(credential.encode(), digest_size=32, person=b"credential").digest()  # of one length

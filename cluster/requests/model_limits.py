@@ -80,14 +80,14 @@ class ModelLimits:
         widest = self.longest - 2 * self.page_size + 1
         if sliding.window > widest:
             raise InvalidRequest(
-                f"sampling.sliding.window is {sliding.window}; at most {widest} are accepted, for which the model's "
+                f"sampling.sliding.window is {sliding.window}; it must be at most {widest}, for which the model's "
                 "context and the page pool have room"
             )
         longest, most = self.longest_before(sliding), self.max_sliding_tokens
         if prompt > longest:
             raise InvalidRequest(
-                f"the prompt has {prompt} tokens; before a window of {sliding.window} with {sliding.sinks} sinks at "
-                f"most {longest} are accepted"
+                f"the prompt has {prompt} tokens; before a window of {sliding.window} with {sliding.sinks} sinks it "
+                f"may have at most {longest}"
             )
         if prompt + max_tokens > most:
             raise InvalidRequest(
@@ -99,7 +99,7 @@ class ModelLimits:
         """Raises InvalidRequest if an encoder's prompt is too long."""
         if prompt > self.max_encoder_tokens:
             raise InvalidRequest(
-                f"the encoder's prompt has {prompt} tokens; at most {self.max_encoder_tokens} are accepted, which the "
+                f"the encoder's prompt has {prompt} tokens; it may have at most {self.max_encoder_tokens}, which the "
                 "encoder's context and scheduler.max_batch_tokens allow, for one forward computes it"
             )
 

@@ -36,13 +36,13 @@ def own_id(given: str) -> str:
 
 
 def check_given_id(values: list[str]) -> str:
-    """The header's value, empty without the header. InvalidRequest when it is given twice or is not accepted."""
+    """The header's value, empty without the header. InvalidRequest when it is given twice or is invalid."""
     if not values:
         return ""
     if len(values) > 1 or not GIVEN.fullmatch(values[0]):
         shown = f"{values[0]!r:.80}" if len(values) == 1 else f"given {len(values)} times"
         raise InvalidRequest(
-            f"{REQUEST_ID_KEY} is {shown}; one value of 1 to {MAX_GIVEN} letters, digits "
-            "and . _ : ~ + / = @ - is accepted"
+            f"{REQUEST_ID_KEY} is {shown}; it must be one value of 1 to {MAX_GIVEN} letters, digits "
+            "and . _ : ~ + / = @ -"
         )
     return values[0]

@@ -108,12 +108,12 @@ class RequestValidator:
         """
         if len(message.request_id) > MAX_REQUEST_ID:
             raise InvalidRequest(
-                f"request_id has {len(message.request_id)} characters; at most {MAX_REQUEST_ID} are accepted"
+                f"request_id has {len(message.request_id)} characters; it may have at most {MAX_REQUEST_ID}"
             )
         for name, most in MOST_STOPS:
             if len(getattr(message.sampling, name)) > most:
                 count = len(getattr(message.sampling, name))
-                raise InvalidRequest(f"sampling.{name} has {count} entries; at most {most} are accepted")
+                raise InvalidRequest(f"sampling.{name} has {count} entries; it may have at most {most}")
         target = message.sampling.first_token_seconds
         if message.sampling.HasField("first_token_seconds") and not target >= MIN_FIRST_TOKEN_SECONDS:
             raise InvalidRequest(f"sampling.first_token_seconds is {target:g}; it must be {FIRST_TOKEN_SECONDS}")
@@ -146,7 +146,7 @@ class RequestValidator:
 
     def _check_fork(self, message: inference_pb2.GenerateRequest) -> None:
         if not message.fork.request_id:
-            raise InvalidRequest("fork.request_id is empty; the id of the request that is forked is accepted")
+            raise InvalidRequest("fork.request_id is empty; it must be the id of the request that is forked")
         if self._limits.max_encoder_tokens:
             raise InvalidRequest("fork is set; the model has an encoder, whose prompt comes whole")
         for name in ("resume", "truncate_prompt_tokens"):
@@ -159,7 +159,7 @@ class RequestValidator:
             self.check_priority("sampling.priority", message.sampling.priority)
         if message.service_tier and message.sampling.HasField("priority"):
             raise InvalidRequest(
-                f"service_tier is {message.service_tier!r:.80}; it is accepted only without sampling.priority"
+                f"service_tier is {message.service_tier!r:.80}; leave it out when sampling.priority is set"
             )
 
     def _check_ids(self, count: int) -> None:
@@ -268,7 +268,7 @@ class RequestValidator:
     def _check_received(self, field: str, count: int, *, slides: bool) -> None:
         longest = self._limits.max_sliding_tokens if slides else self._limits.longest
         if count >= longest:
-            raise InvalidRequest(f"{field} has {count} ids; at most {longest - 1} are accepted")
+            raise InvalidRequest(f"{field} has {count} ids; it may have at most {longest - 1}")
 
     def _check_sampling(self, params: SamplingParams) -> None:
         try:
@@ -298,9 +298,9 @@ class RequestValidator:
         if kind == "text" and not message.text:
             raise InvalidRequest("text is empty; at least one token is needed")
         if len(message.chat.messages) > MAX_MESSAGES:
-            raise InvalidRequest(f"chat has {len(message.chat.messages)} messages; at most {MAX_MESSAGES} are accepted")
+            raise InvalidRequest(f"chat has {len(message.chat.messages)} messages; it may have at most {MAX_MESSAGES}")
         if message.chat.continue_final_message and message.chat.add_generation_prompt:
-            raise InvalidRequest("chat.add_generation_prompt is true; with continue_final_message false is accepted")
+            raise InvalidRequest("chat.add_generation_prompt is true; with continue_final_message it must be false")
         if message.chat.template_kwargs:
             try:
                 variables = template_variables(message.chat)
@@ -317,7 +317,7 @@ class RequestValidator:
         # Checked before tokenizing, which takes seconds for millions of characters.
         if size > most and not message.HasField("truncate_prompt_tokens"):
             raise InvalidRequest(
-                f"{kind} has {size} characters; at most {most} are accepted, which {self._limits.max_model_len} of the "
+                f"{kind} has {size} characters; it may have at most {most}, which {self._limits.max_model_len} of the "
                 "model's longest tokens would make"
             )
 

@@ -224,5 +224,5 @@ def to_json(
 ) -> str:
     """Replaces jinja's own filter, which escapes HTML."""
     if isinstance(indent, int) and indent > MAX_INDENT:
-        raise SecurityError(f"indent of tojson is {indent}; at most {MAX_INDENT} is accepted")
+        raise SecurityError(f"indent of tojson is {indent}; it must be at most {MAX_INDENT}")
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

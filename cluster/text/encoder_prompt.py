@@ -10,7 +10,7 @@ from tandem.workers.wire.messages import prompt_from_bytes
 
 
 class InvalidHalf(ValueError):
-    """One of the two prompts is not accepted; the text names its field."""
+    """One of the two prompts is invalid; the text names its field."""
 
 
 def take_encoder_prompt(message: inference_pb2.GenerateRequest, *, has_encoder: bool) -> None:
@@ -18,12 +18,12 @@ def take_encoder_prompt(message: inference_pb2.GenerateRequest, *, has_encoder: 
     for a model without an encoder. Idempotent."""
     for name in ("encoder_prompt", "decoder_prompt"):
         if message.HasField(name) and not has_encoder:
-            raise InvalidHalf(f"{name} is set; this model has no encoder, so that one prompt alone is accepted")
+            raise InvalidHalf(f"{name} is set; this model has no encoder: send one prompt alone")
     if not message.HasField("encoder_prompt"):
         return
     kind = message.WhichOneof("input")
     if kind is not None:
-        raise InvalidHalf(f"encoder_prompt and {kind} are both set; only one is accepted")
+        raise InvalidHalf(f"encoder_prompt and {kind} are both set; set only one")
     given = message.encoder_prompt.WhichOneof("input")
     if given is None:
         raise InvalidHalf("encoder_prompt is empty; set its text, token_ids or token_bytes")

@@ -47,14 +47,14 @@ def template_variables(chat: inference_pb2.Chat) -> dict[str, Any]:
     """Returns the template's variables. Raises ChatTemplateError, which names the field."""
     text = chat.template_kwargs
     if len(text) > MAX_TEMPLATE_KWARGS:
-        reason = f"has {len(text)} characters; at most {MAX_TEMPLATE_KWARGS} are accepted"
+        reason = f"has {len(text)} characters; it may have at most {MAX_TEMPLATE_KWARGS}"
         raise ChatTemplateError(f"template_kwargs {reason}")
     try:
         variables = json.loads(text or "{}")
     except (ValueError, RecursionError):
         variables = None
     if not isinstance(variables, dict):
-        raise ChatTemplateError(f"template_kwargs is {text!r:.80}; a JSON object is accepted")
+        raise ChatTemplateError(f"template_kwargs is {text!r:.80}; it must be a JSON object")
     own = [name for name in OWN_VARIABLES if name in variables]
     if own:
         raise ChatTemplateError(f"template_kwargs has {own[0]}, which is a field of its own")
@@ -73,7 +73,7 @@ def _turn(index: int, message: inference_pb2.ChatMessage) -> dict[str, Any]:
     calls = fields.get("tool_calls") or []
     if not isinstance(calls, list) or not all(map(_is_call, calls)):
         raise ChatTemplateError(
-            f"{name}.tool_calls is {calls!r:.80}; a list of calls is accepted, each with a function that has a name "
+            f"{name}.tool_calls is {calls!r:.80}; it must be a list of calls, each with a function that has a name "
             "and arguments as texts"
         )
     return turn | fields
@@ -94,7 +94,7 @@ def _tools(chat: inference_pb2.Chat) -> list[dict[str, Any]] | None:
         return None
     tools = _json("tools", chat.tools, list, "a JSON list of objects")
     if not all(isinstance(tool, dict) for tool in tools):
-        raise ChatTemplateError(f"tools is {chat.tools!r:.80}; a JSON list of objects is accepted")
+        raise ChatTemplateError(f"tools is {chat.tools!r:.80}; it must be a JSON list of objects")
     return tools or None
 
 
@@ -104,5 +104,5 @@ def _json(name: str, text: str, kind: type, accepted: str) -> Any:
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, kind):
-        raise ChatTemplateError(f"{name} is {text!r:.80}; {accepted} is accepted")
+        raise ChatTemplateError(f"{name} is {text!r:.80}; it must be {accepted}")
     return value

@@ -75,7 +75,7 @@ def test_http_salts_as_grpc_does(island: Island) -> None:
 
 
 def test_salts_that_cannot_be(island: Island) -> None:
-    with pytest.raises(InvalidRequest, match="cache_salt has 257 characters; at most 256 are accepted"):
+    with pytest.raises(InvalidRequest, match="cache_salt has 257 characters; it may have at most 256"):
         ask(island, PROMPT, "x" * 257)
     with pytest.raises(InvalidRequest, match="cache_salt is 5; it must be Unicode text"):
         ask(island, PROMPT, 5)  # type: ignore[arg-type]

@@ -88,8 +88,8 @@ def test_a_window_that_nothing_leaves_changes_nothing(island: Island, small_mode
     [
         (5, {"sliding": {"window": 0, "sinks": 0}}, "sliding.window is 0; it must be at least 1"),
         (5, {"sliding": {"window": 8, "sinks": 8}}, r"sliding.sinks is 8; it must be in \[0, 8\), less than the win"),
-        (5, {"sliding": {"window": 82, "sinks": 4}}, "sliding.window is 82; at most 81 are accepted"),
-        (80, {"sliding": SLIDING}, "the prompt has 80 tokens; before a window of 20 with 3 sinks at most 79"),
+        (5, {"sliding": {"window": 82, "sinks": 4}}, "sliding.window is 82; it must be at most 81"),
+        (80, {"sliding": SLIDING}, "prompt has 80 tokens; before a window of 20 with 3 sinks it may have at most 79"),
         (5, {"sliding": SLIDING, "max_tokens": 296}, "gateway.max_sliding_tokens, 300, leaves at most 295"),
         (5, {"sliding": {"windows": 3}}, "sliding is .*; it must be an object with window and sinks"),
     ],

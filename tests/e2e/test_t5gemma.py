@@ -109,12 +109,12 @@ def test_penalties_count_the_decoders_tokens_alone(island: Island, oracle: Any) 
 
 def test_refusals(island: Island) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
-        ({"prompt": random_prompt(65, 0)}, "the encoder's prompt has 65 tokens; at most 64 are accepted"),
+        ({"prompt": random_prompt(65, 0)}, "the encoder's prompt has 65 tokens; it may have at most 64"),
         ({"decoder_prompt": random_prompt(250, 0)}, "the decoder's context of 256 leaves at most 5"),
         ({"prompt_logprobs": 1}, "prompt_logprobs is set; a model with an encoder"),
         ({"sliding": {"window": 16, "sinks": 2}}, "sliding is set; the model has an encoder"),
         ({"decoder_prompt": [500]}, r"decoder_prompt\[1\] is 500; the vocabulary has 199"),
-        ({"encoder_prompt": [5]}, "encoder_prompt and token_bytes are both set; only one is accepted"),
+        ({"encoder_prompt": [5]}, "encoder_prompt and token_bytes are both set; set only one"),
         ({"decoder_prompt": "text"}, "decoder_prompt.text: the checkpoint has no tokenizer"),
     ]
     for changes, reason in cases:

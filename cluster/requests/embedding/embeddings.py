@@ -79,10 +79,10 @@ class Embeddings:
         if numbers > MOST_ANSWER:
             raise InvalidRequest(
                 f"inputs has {count} entries, whose embeddings have {numbers} numbers together; at most {MOST_ANSWER} "
-                "are accepted: send fewer inputs, or ask for fewer dimensions"
+                "are allowed: send fewer inputs, or ask for fewer dimensions"
             )
         if self._held and self._held + numbers > MOST_HELD:
-            raise Overloaded(f"{self._held} numbers of embeddings are under way; {MOST_HELD} are accepted")
+            raise Overloaded(f"{self._held} numbers of embeddings are under way; at most {MOST_HELD} are allowed")
         self._held += numbers
         try:
             yield
@@ -155,7 +155,7 @@ class Embeddings:
         if priority:
             self._validator.check_priority("priority", priority)
         if service_tier and priority:
-            raise InvalidRequest(f"service_tier is {service_tier!r:.80}; it is accepted only without priority")
+            raise InvalidRequest(f"service_tier is {service_tier!r:.80}; leave it out when priority is set")
         return self._validator.priority(service_tier, priority)
 
     def _check(self, request: inference_pb2.EmbedRequest) -> None:
@@ -164,11 +164,11 @@ class Embeddings:
             raise InvalidRequest(f"the model makes no embeddings: {why}")
         if len(request.request_id) > MAX_REQUEST_ID:
             raise InvalidRequest(
-                f"request_id has {len(request.request_id)} characters; at most {MAX_REQUEST_ID} are accepted"
+                f"request_id has {len(request.request_id)} characters; it may have at most {MAX_REQUEST_ID}"
             )
         width = self._limits.hidden_size
         if request.HasField("dimensions") and not 1 <= request.dimensions <= width:
-            raise InvalidRequest(f"dimensions is {request.dimensions}; 1 … {width} are accepted")
+            raise InvalidRequest(f"dimensions is {request.dimensions}; it must be from 1 to {width}")
 
     def _check_model(self) -> None:
         self._validator.adapter("")  # whether the caller may use the model

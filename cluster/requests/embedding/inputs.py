@@ -61,7 +61,7 @@ class InputReader:
         if len(texts) < len(kinds) and put_first and (request.prompt or request.prompt_name):
             at = next(index for index, kind in enumerate(kinds) if kind != "text")
             name = "prompt" if request.HasField("prompt") else "prompt_name"
-            raise InvalidRequest(f"{name} is set, and input {at} has token ids; with it only texts are accepted")
+            raise InvalidRequest(f"{name} is set, and input {at} has token ids; with {name} every input must be text")
         tokens = iter(await self.tokenize(texts, host, special=special, kept=kept))
         ids = [
             next(tokens) if kind == "text" else self._ids(index, one, kept)
@@ -78,20 +78,20 @@ class InputReader:
     def check_count(self, name: str, count: int) -> None:
         most = self._settings.max_inputs
         if not 1 <= count <= most:
-            raise InvalidRequest(f"{name} has {count} entries; 1 … {most} are accepted (embeddings.max_inputs)")
+            raise InvalidRequest(f"{name} has {count} entries; it must have from 1 to {most} (embeddings.max_inputs)")
 
     def check_tokens(self, name: str, ids: Sequence[Int64Array]) -> None:
         """Checks token ids. name: of the inputs, as their client knows them."""
         longest, vocab_size = self.longest, self._limits.vocab_size
         for index, one in enumerate(ids):
             if not 1 <= one.size <= longest:
-                raise InvalidRequest(f"{name}[{index}] has {one.size} tokens; 1 … {longest} are accepted")
+                raise InvalidRequest(f"{name}[{index}] has {one.size} tokens; it must have from 1 to {longest}")
             if int(one.max()) >= vocab_size:
                 wrong = f"{name}[{index}] has token {int(one.max())}"
                 raise InvalidRequest(f"{wrong}; the vocabulary has {vocab_size} entries, 0 … {vocab_size - 1}")
         total, most = sum(map(len, ids)), self._settings.max_tokens
         if total > most:
-            raise InvalidRequest(f"{name} have {total} tokens; at most {most} are accepted (embeddings.max_tokens)")
+            raise InvalidRequest(f"{name} have {total} tokens; they may have at most {most} (embeddings.max_tokens)")
 
     def kept(self, request: inference_pb2.EmbedRequest) -> int | None:
         """Returns how many tokens of a longer input are kept; None keeps all."""
@@ -107,12 +107,12 @@ class InputReader:
         if not texts:
             return []
         if self._tokenizer is None:
-            raise InvalidRequest("inputs have texts; the checkpoint has no tokenizer, and token ids are accepted")
+            raise InvalidRequest("inputs have texts; the checkpoint has no tokenizer: send token ids")
         most, size = self.longest * self._longest_token, sum(map(len, texts)) + TEXT_COST * len(texts)
         for text in texts:
             if kept is None and len(text) > most:
                 raise InvalidRequest(
-                    f"a text has {len(text)} characters; at most {most} are accepted, which {self.longest} of the "
+                    f"a text has {len(text)} characters; it may have at most {most}, which {self.longest} of the "
                     "model's longest tokens would make"
                 )
         try:
@@ -133,7 +133,7 @@ class InputReader:
         """Returns the text that goes before each text."""
         recipe = self._recipe
         if request.HasField("prompt") and request.HasField("prompt_name"):
-            raise InvalidRequest("prompt_name is set beside prompt; one of both is accepted")
+            raise InvalidRequest("prompt_name and prompt are both set; set only one")
         if request.HasField("prompt"):
             return request.prompt
         if not request.HasField("prompt_name"):

@@ -72,7 +72,7 @@ class ScorePrompt:
             raise InvalidRequest(f"the model gives no scores: {self._refused}")
         size = sum(len(query) + len(document) for query, document in pairs.texts)
         if size > MOST_CHARACTERS:
-            reason = f"have {size} characters with the query of each; at most {MOST_CHARACTERS} are accepted"
+            reason = f"have {size} characters with the query of each; they may have at most {MOST_CHARACTERS}"
             raise InvalidRequest(f"documents {reason}")
         instruction = self._settings.score_instruction if pairs.instruction is None else pairs.instruction
         kept = self._kept(pairs.kept)

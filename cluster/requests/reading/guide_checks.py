@@ -45,10 +45,9 @@ class GuideChecks:
                 return str(error)
             except ReadTooSlow:
                 raise InvalidRequest(
-                    f"sampling.guided: {guided.kind} takes more than {READ_SECONDS:g} s to compile; a simpler one is "
-                    "accepted"
+                    f"sampling.guided: {guided.kind} takes more than {READ_SECONDS:g} s to compile; send a simpler one"
                 ) from None
             except ProcessEnded:
                 continue
             return ""
-        return f"{guided.kind} cannot be compiled: it is nested too deeply, or too large; a simpler one is accepted"
+        return f"{guided.kind} cannot be compiled: it is nested too deeply, or too large; send a simpler one"

@@ -79,8 +79,8 @@ class Readers:
             return await self._ask(client, method, *arguments)
         except ReadTooSlow:
             raise InvalidRequest(
-                f"the request takes more than {READ_SECONDS:g} s to read and to tokenize; a shorter one is accepted, "
-                "and so are token ids"
+                f"the request takes more than {READ_SECONDS:g} s to read and to tokenize; send a shorter one, or "
+                "token ids"
             ) from None
         except ProcessEnded as error:
             raise ServerError(f"the request could not be read: {error}") from error

@@ -34,7 +34,7 @@ def read_resume(
         _check_adapter(message, adapter)
     if params.num_answers == 1:
         if count:
-            raise InvalidRequest(f"resume.answers has {count} entries; with one answer token_ids are accepted")
+            raise InvalidRequest(f"resume.answers has {count} entries; with one answer, send token_ids instead")
         check("resume.token_ids", np.array(resume.token_ids, np.int64))
         return (Received(tuple(resume.token_ids)),) if resume.token_ids else ()
     if resume.token_ids:
@@ -43,7 +43,7 @@ def read_resume(
             "resume.answers has them"
         )
     if count not in (0, params.n):
-        raise InvalidRequest(f"resume.answers has {count} entries; none or sampling.n are accepted: {params.n}")
+        raise InvalidRequest(f"resume.answers has {count} entries; it must have none or sampling.n: {params.n}")
     for index, answer in enumerate(resume.answers):
         check(f"resume.answers[{index}].token_ids", np.array(answer.token_ids, np.int64))
     received = tuple(Received(tuple(answer.token_ids), answer.ended) for answer in resume.answers)

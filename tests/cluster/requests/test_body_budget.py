@@ -22,7 +22,9 @@ def test_what_is_over_the_budget_is_refused_until_something_is_released() -> Non
     for body in held:
         body.hold(MIB)
     late = budget.open("c")
-    with pytest.raises(Overloaded, match=r"requests of 5 MiB are being received; 4 MiB are accepted \(gateway.max_bod"):
+    with pytest.raises(
+        Overloaded, match=r"requests of 5 MiB are being received; at most 4 MiB are allowed \(gateway.max_bod"
+    ):
         late.hold(MIB)
     held[0].release()
     held[0].release()
@@ -37,7 +39,9 @@ def test_one_host_has_half() -> None:
     budget = BodyBudget(4 * MIB, MIB)
     first, second = budget.open("a"), budget.open("a")
     first.hold(MIB)
-    with pytest.raises(Overloaded, match="requests of 3 MiB are being received from this host; 2 MiB are accepted"):
+    with pytest.raises(
+        Overloaded, match="requests of 3 MiB are being received from this host; at most 2 MiB are allowed"
+    ):
         second.hold(2 * MIB)
     assert budget.held == MIB
     budget.open("b").hold(2 * MIB)

@@ -22,5 +22,5 @@ def test_without_either_all_share() -> None:
 
 
 def test_a_salt_that_is_too_long_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match=f"cache_salt has 257 characters; at most {MAX_CACHE_SALT} are accepted"):
+    with pytest.raises(InvalidRequest, match=f"cache_salt has 257 characters; it may have at most {MAX_CACHE_SALT}"):
         worker_salt("s" * 257, "")

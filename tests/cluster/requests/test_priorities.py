@@ -59,7 +59,7 @@ def test_workers_hear_of_it_from_each_route(gateway: OpenGateway, path: str) -> 
     body = TEXTS.get(path, {"prompt": PROMPT})
     response = post(gateway.http, path, {**body, "priority": 8})
     assert response.status_code == 400
-    assert response.json()["error"]["message"] == "priority is 8; -3 … 7 are accepted (gateway.priorities)"
+    assert response.json()["error"]["message"] == "priority is 8; it must be from -3 to 7 (gateway.priorities)"
 
 
 def test_workers_hear_of_it_over_grpc(gateway: OpenGateway) -> None:
@@ -67,9 +67,11 @@ def test_workers_hear_of_it_over_grpc(gateway: OpenGateway) -> None:
     assert tokens_of(complete(gateway.grpc, PROMPT, max_tokens=2, n=2, priority=1, seed=1)) == [5] * 4
     assert tokens_of(complete(gateway.grpc, PROMPT, max_tokens=1, service_tier="flex")) == [5]
     assert gateway.worker.priorities == [2, 1, 1, 7]
-    with pytest.raises(InvalidRequest, match=r"sampling.priority is -4; -3 … 7 are accepted \(gateway.priorities\)"):
+    with pytest.raises(
+        InvalidRequest, match=r"sampling.priority is -4; it must be from -3 to 7 \(gateway.priorities\)"
+    ):
         complete(gateway.grpc, PROMPT, priority=-4)
-    with pytest.raises(InvalidRequest, match=r"service_tier is 'flex'; it is accepted only without sampling\.priority"):
+    with pytest.raises(InvalidRequest, match=r"service_tier is 'flex'; leave it out when sampling\.priority is set"):
         complete(gateway.grpc, PROMPT, priority=1, service_tier="flex")
 
 
@@ -90,13 +92,13 @@ def test_workers_hear_of_it_from_prompts_that_are_read(model: Path, path: str) -
             assert answer(gateway.http, path, **body, **fields)
             assert gateway.worker.priorities[-1] == heard
         error = refused(post(gateway.http, path, {**body, "priority": 8}), 400)
-        assert error["message"] == "priority is 8; -3 … 7 are accepted (gateway.priorities)"
+        assert error["message"] == "priority is 8; it must be from -3 to 7 (gateway.priorities)"
 
 
 def test_nobody_goes_before_others_unless_the_configuration_says_so(model: Path) -> None:
     with open_gateway(model) as gateway:
         error = refused(post(gateway.http, COMPLETIONS, {"prompt": PROMPT, "priority": -1}), 400)
-        assert error["message"].startswith("priority is -1; 0 … 10 are accepted")
+        assert error["message"].startswith("priority is -1; it must be from 0 to 10")
         assert error["param"] == "priority"
         assert over_http(gateway, COMPLETIONS, service_tier="priority") == 0
 

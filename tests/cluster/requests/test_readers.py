@@ -51,7 +51,9 @@ def test_a_slow_one_is_ended_and_nothing_else_fails(model: Path, monkeypatch: py
             slow = asyncio.ensure_future(readers.run("slow", time.sleep, 600))
             await asyncio.sleep(0)
             assert await readers.run("other", len, "beside it") == 9
-            with pytest.raises(InvalidRequest, match=r"takes more than 0\.5 s to read and to tokenize; a shorter one"):
+            with pytest.raises(
+                InvalidRequest, match=r"takes more than 0\.5 s to read and to tokenize; send a shorter one"
+            ):
                 await slow
             monkeypatch.setattr(module, "READ_SECONDS", 60.0)
             assert await readers.run("slow", len, "behind it") == 9

@@ -29,7 +29,7 @@ def test_token_ids_come_as_numbers_or_as_bytes() -> None:
 @pytest.mark.parametrize(
     ("token_bytes", "reason"),
     [
-        (b"", "token_bytes has 0 bytes; one token id or more, of 4 bytes each"),
+        (b"", "token_bytes has 0 bytes; it must have one token id or more, of 4 bytes each"),
         (bytes(6), "token_bytes has 6 bytes"),
         (bytes([1, 0, 0, 0, 9, 0, 0, 0]), r"token_bytes\[1\] is 9; the vocabulary has 9"),
         (bytes([255] * 4), r"token_bytes\[0\] is 4294967295"),
@@ -45,7 +45,7 @@ def test_bytes_that_are_no_token_ids_are_refused(token_bytes: bytes, reason: str
 @pytest.mark.parametrize(
     ("fork", "options", "encoder", "reason"),
     [
-        ({}, {}, 0, "fork.request_id is empty; the id of the request that is forked is accepted"),
+        ({}, {}, 0, "fork.request_id is empty; it must be the id of the request that is forked"),
         ({"request_id": "a"}, {}, 20, "fork is set; the model has an encoder"),
         (
             {"request_id": "a"},
@@ -83,22 +83,27 @@ def test_a_chat_is_as_long_as_its_roles_and_contents(tmp_path: Path) -> None:
     validator = RequestValidator(LIMITS, Tokenizer.from_folder(tmp_path))
     message = inference_pb2.GenerateRequest()
     message.chat.messages.add(role="r" * 1_000_000, content="c" * 5)
-    with pytest.raises(InvalidRequest, match="chat has 1000005 characters; at most"):
+    with pytest.raises(InvalidRequest, match="chat has 1000005 characters; it may have at most"):
         validator.validate(message)
     message = inference_pb2.GenerateRequest()
     message.chat.messages.extend([inference_pb2.ChatMessage()] * (MAX_MESSAGES + 1))
-    with pytest.raises(InvalidRequest, match=f"chat has {MAX_MESSAGES + 1} messages; at most {MAX_MESSAGES} are"):
+    with pytest.raises(
+        InvalidRequest, match=f"chat has {MAX_MESSAGES + 1} messages; it may have at most {MAX_MESSAGES}"
+    ):
         validator.validate(message)
 
 
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"template_kwargs": "[]"}, "template_kwargs is '\\[\\]'; a JSON object is accepted"),
-        ({"template_kwargs": "[" * 10_000}, "a JSON object is accepted"),
-        ({"template_kwargs": " " * 16_385}, "has 16385 characters; at most 16384 are accepted"),
+        ({"template_kwargs": "[]"}, "template_kwargs is '\\[\\]'; it must be a JSON object"),
+        ({"template_kwargs": "[" * 10_000}, "it must be a JSON object"),
+        ({"template_kwargs": " " * 16_385}, "has 16385 characters; it may have at most 16384"),
         ({"template_kwargs": '{"messages": []}'}, "has messages, which is a field of its own"),
-        ({"add_generation_prompt": True, "continue_final_message": True}, "with continue_final_message false is"),
+        (
+            {"add_generation_prompt": True, "continue_final_message": True},
+            "with continue_final_message it must be false",
+        ),
     ],
 )
 def test_options_of_templates_are_checked(tmp_path: Path, options: dict[str, Any], reason: str) -> None:

@@ -46,7 +46,7 @@ def test_templates_that_cannot_be_compiled(source: str, message: str) -> None:
         ("{{ ('a\n' * 1000000)|indent(1000000) }}", "would make"),
         ("{{ [1]|batch(1000000000, 'x')|list|length }}", "batch is given"),
         ("{{ range(99999)|map('string')|map('center', 10000)|join|length }}", "makes more than|runs for more than"),
-        ("{{ messages|tojson(indent=1000000) }}", "indent of tojson is 1000000; at most 64"),
+        ("{{ messages|tojson(indent=1000000) }}", "indent of tojson is 1000000; it must be at most 64"),
         (loop("ns.s.replace('a', 'aaaaaaaaaa')", 12, "'aaaaaaaaaa'") + "{{ ns.s|length }}", "replace would make"),
         (loop("ns.s ~ ns.s", 34, "'a'") + "{{ ns.s|length }}", "makes more than"),
         (loop("ns.s + ns.s", 34, "[1]") + "{{ ns.s|length }}", "makes more than"),

@@ -95,8 +95,8 @@ def check_token(source: str, token: str) -> str:
     """Returns the token. ConfigError, which does not show the token, unless it is long enough."""
     if len(token) < MIN_TOKEN_LENGTH or not token.isprintable() or " " in token or not token.isascii():
         raise ConfigError(
-            f"{source} holds {len(token)} characters; at least {MIN_TOKEN_LENGTH} of printable ASCII without "
-            "spaces are accepted: `openssl rand -hex 32` makes some"
+            f"{source} holds {len(token)} characters; it must hold at least {MIN_TOKEN_LENGTH} of printable ASCII "
+            "without spaces: `openssl rand -hex 32` makes some"
         )
     return token
 

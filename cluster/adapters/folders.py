@@ -24,10 +24,10 @@ def check_folder(folder: Path, max_rank: int) -> int:
         raise InvalidRequest(f"path is {folder}; it cannot be read: {error.strerror}") from None
     rank = max((config.rank, *config.ranks.values()))
     if rank > max_rank:
-        raise InvalidRequest(f"{config.source}: r is {rank}; at most {max_rank} is accepted (adapters.max_rank)")
+        raise InvalidRequest(f"{config.source}: r is {rank}; it must be at most {max_rank} (adapters.max_rank)")
     if not is_there(folder / WEIGHTS):
         pickled = f", but {PICKLE}, a pickle, which is never read" if (folder / PICKLE).exists() else ""
-        raise InvalidRequest(f"{folder} has no {WEIGHTS}{pickled}; a PEFT adapter with safetensors is accepted")
+        raise InvalidRequest(f"{folder} has no {WEIGHTS}{pickled}; give a PEFT adapter with safetensors")
     return rank
 
 

@@ -311,7 +311,7 @@ def scale(
     requests for a moment: what runs is finished in that time, or goes on afterwards where it was.
     """
     if prefill is None and decode is None and islands is None:
-        raise UsageError("no number is given: --prefill, --decode or both are accepted, or --islands")
+        raise UsageError("no number is given: give --prefill, --decode or both, or --islands")
 
     from tandem.cluster.cli.output import print_scaled
 
@@ -338,7 +338,7 @@ def make_model(
         if folder.exists() and any(folder.iterdir()):  # perhaps a checkpoint that somebody needs
             raise UsageError(f"{folder} is not empty; it must be a new or an empty folder")
         if mtp and arch not in MTP_FIELDS:
-            raise UsageError(f"--mtp is given with --arch {arch}; {', '.join(MTP_FIELDS)} are accepted")
+            raise UsageError(f"--mtp is given with --arch {arch}; --arch must be one of {', '.join(MTP_FIELDS)}")
         from tandem.cluster.tools.random_checkpoint import make_checkpoint
 
         make_checkpoint(folder, arch=arch, size=size, seed=seed, mtp=mtp)

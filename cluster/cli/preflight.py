@@ -141,8 +141,8 @@ def _check_divided(config: ClusterConfig, fields: Fields) -> None:
     is_dense = structure(fields.values) <= DENSE and not isinstance(fields.raw("text_config"), dict)
     if config.speculation.method == "mtp" and is_dense:
         raise ConfigError(
-            f"speculation.method is 'mtp'; {read_architecture(fields)} has no layer for multi-token prediction: "
-            "none, ngram, draft_model and eagle3 are accepted"
+            f"speculation.method is 'mtp'; {read_architecture(fields)} has no layer for multi-token prediction: set "
+            "none, ngram, draft_model or eagle3"
         )
 
 
@@ -179,7 +179,7 @@ def _check_host_bytes(config: ClusterConfig) -> Iterator[str]:
     if section.host_bytes < needed:
         each = f" on each of the {ranks} ranks of a worker" if ranks > 1 else ""
         yield (
-            f"adapters.host_bytes is {section.host_bytes}; at least {needed} are accepted: so much has one adapter of "
+            f"adapters.host_bytes is {section.host_bytes}; it must be at least {needed}, the bytes of one adapter of "
             f"rank {section.max_rank} (adapters.max_rank){each}"
         )
 

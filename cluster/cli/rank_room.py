@@ -34,9 +34,9 @@ def too_many_workers(config: ClusterConfig) -> Iterator[str]:
         section = config.island
         yield (
             f"num_islands is {config.num_islands}, each with island.num_prefill {section.num_prefill} and "
-            f"island.num_decode {section.num_decode}: {config.processes} worker processes. Ray counts {CPU_FRACTION:g} "
-            f"CPU for each, and has {offered} here: at most {most} workers are accepted, or ray.num_cpus of at least "
-            f"{math.ceil(config.processes * CPU_FRACTION)}, which makes no worker faster"
+            f"island.num_decode {section.num_decode}: {config.processes} worker processes. Ray counts "
+            f"{CPU_FRACTION:g} CPU for each, and has {offered} here: start at most {most} workers, or set "
+            f"ray.num_cpus to at least {math.ceil(config.processes * CPU_FRACTION)}, which makes no worker faster"
         )
 
 

@@ -56,7 +56,7 @@ def _range(steps: str | None) -> range:
         return range(0)
     first, dots, last = steps.partition("..")
     if not dots or not first.isdecimal() or not last.isdecimal():
-        raise UsageError(f"--steps is {steps!r}; N..M is accepted, such as 100..120")
+        raise UsageError(f"--steps is {steps!r}; it must be N..M, such as 100..120")
     return range(int(first), int(last) + 1)
 
 

@@ -64,18 +64,18 @@ def _check(headers: Sequence[Header]) -> None:
         )
         if mine != first_one:
             raise NoReplay(
-                f"the files are of {other.island!r} epoch {other.epoch}, start {first.run:.8} on boot {first.host:.8}, "
-                f"and of {one.island!r} epoch {one.epoch}, start {header.run:.8} on boot {header.host:.8}; files "
-                "of one start, epoch and host are accepted together"
+                f"the files are of {other.island!r} epoch {other.epoch}, start {first.run:.8} on boot "
+                f"{first.host:.8}, and of {one.island!r} epoch {one.epoch}, start {header.run:.8} on boot "
+                f"{header.host:.8}; give files of one start, epoch and host"
             )
         if one.device != "cpu":
-            raise NoReplay(f"the worker of PE {one.pe} computed on {one.device}; records of cpu are accepted")
+            raise NoReplay(f"the worker of PE {one.pe} computed on {one.device}; give records of cpu")
         if header.types != schema():
             raise NoReplay(f"the record is of tandem {header.tandem}, whose values have other fields than those here")
         check_recorded(header)
     pes = [header.config.pe for header in headers]
     if len(set(pes)) < len(pes):
-        raise UsageError(f"the files are of PEs {', '.join(map(str, pes))}; one file of each is accepted")
+        raise UsageError(f"the files are of PEs {', '.join(map(str, pes))}; give one file of each")
 
 
 def _loaded(header: Header, model: str | None, stack: ExitStack) -> Ranks:

@@ -104,7 +104,7 @@ def split_addresses(address: str | Sequence[str]) -> list[str]:
     given = address.split(",") if isinstance(address, str) else [*address]
     found = [one.strip() for one in given]
     if not all(found) or not found:
-        raise ConfigError(f"address is {address!r:.200}; HOST:PORT is accepted, or several with commas between")
+        raise ConfigError(f"address is {address!r:.200}; it must be HOST:PORT, or several with commas between")
     return found
 
 
@@ -118,7 +118,7 @@ def client_metadata(client_id: str | None) -> tuple[tuple[str, str], ...]:
     """The metadata of a client's requests. ConfigError for an id that gRPC cannot carry."""
     own = uuid.uuid4().hex if client_id is None else client_id
     if not (1 <= len(own) <= MAX_CLIENT_ID and own.isascii() and own.isprintable()):
-        raise ConfigError(f"client_id is {own!r:.80}; 1 to {MAX_CLIENT_ID} printable ASCII characters are accepted")
+        raise ConfigError(f"client_id is {own!r:.80}; it must be 1 to {MAX_CLIENT_ID} printable ASCII characters")
     return ((CLIENT_ID_KEY, own),)
 
 
@@ -157,7 +157,7 @@ def scale_request(
     except (TypeError, ValueError) as error:
         given = ", ".join(f"{name} {number!r}" for name, number in numbers.items())
         raise InvalidRequest(
-            f"island is {island!r}, {given}: {error}; a name and integers in [0, 2^32) are accepted"
+            f"island is {island!r}, {given}: {error}; they must be a name and integers in [0, 2^32)"
         ) from None
 
 
@@ -166,7 +166,7 @@ def adapter_request(name: str, path: str, *, load_inplace: bool) -> admin_pb2.Ad
     try:
         return admin_pb2.AddAdapterRequest(name=name, path=path, load_inplace=load_inplace)
     except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"name is {name!r:.80}, path is {path!r:.80}: {error}; texts are accepted") from None
+        raise InvalidRequest(f"name is {name!r:.80}, path is {path!r:.80}: {error}; both must be text") from None
 
 
 def call_error(address: str, error: grpc.RpcError, request: Message, timeout: float) -> CallError:

@@ -46,7 +46,7 @@ def embed_request(
     unknown = sorted(options.keys() - EmbedOptions.__annotations__.keys())
     if unknown:
         accepted = ", ".join(EmbedOptions.__annotations__)
-        raise InvalidRequest(f"{unknown[0]} is no option of embeddings; {accepted} are accepted")
+        raise InvalidRequest(f"{unknown[0]} is no option of embeddings; it must be one of {accepted}")
     try:
         request = inference_pb2.EmbedRequest(request_id=request_id or "", cache_salt=cache_salt or "", **options)
     except (TypeError, ValueError) as error:
@@ -58,7 +58,7 @@ def embed_request(
             part: dict[str, Any] = {"text": one} if isinstance(one, str) else {"token_bytes": _token_bytes(one)}
             request.inputs.append(inference_pb2.Prompt(**part))
         except (TypeError, ValueError, OverflowError):
-            reason = "text or a list of token ids in [0, 2^32) is accepted"
+            reason = "it must be text or a list of token ids in [0, 2^32)"
             raise InvalidRequest(f"inputs[{index}] is {one!r:.80}; {reason}") from None
     return request
 

@@ -82,7 +82,7 @@ RULES = (
 
 
 def check_used(config: Section) -> None:
-    """ValueError for a key that changes nothing, with its value and what is accepted. config: of a cluster."""
+    """ValueError for a key that changes nothing, with its value and the allowed ones. config: of a cluster."""
     for rule in RULES:
         section, name = _found(config, rule.key)
         value, default = getattr(section, name), type(section).model_fields[name].default

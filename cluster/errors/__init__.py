@@ -1,4 +1,4 @@
-"""The errors of the control plane and its clients. Each names the field, the value and what is accepted.
+"""The errors of the control plane and its clients. Each names the field, the value and what it must be.
 
 TandemError             UsageError ConfigError RuntimeDirError ClusterRunning ClusterNotRunning StopTimedOut StartFailed
 │                                                                                                        └── NoRoom

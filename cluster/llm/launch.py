@@ -95,7 +95,7 @@ def launch(
     of clients. The gateway takes a free port and the cluster a name of its own, unless the file or the overrides give
     them.
 
-    Raises ConfigError, which names the key, the value and what is accepted.
+    Raises ConfigError, which names the key, the value and what it must be.
     """
     given = dict(overrides or {}) | ({} if model is None else {"model.path": str(model)})
     read = load_config(config, given)

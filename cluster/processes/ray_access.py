@@ -54,7 +54,7 @@ def check_ray_answers(address: str, asked: str) -> None:
         found = "it has no port"
     if found:
         raise StartFailed(
-            f"--address is {address!r}: {found}; HOST:PORT of a Ray that runs is accepted, or auto for this machine's"
+            f"--address is {address!r}: {found}; give HOST:PORT of a running Ray, or auto for this machine's"
         )
 
 

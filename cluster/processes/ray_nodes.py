@@ -136,8 +136,8 @@ def check_growth(
     fitting = places(nodes, need)
     if more > fitting:
         raise NoRoom(
-            f"{now + more} processes are needed, with {words_of(sum_of([need]))} for each; at most {now + fitting} are "
-            f"accepted: {in_words(nodes)}"
+            f"{now + more} processes are needed, with {words_of(sum_of([need]))} for each; at most {now + fitting} "
+            f"fit: {in_words(nodes)}"
         )
 
 

@@ -121,7 +121,9 @@ class IslandSet:
     def _change(self, wanted: int) -> Future[ScaleOutcome]:
         most = max_islands(self._config)
         if not 1 <= wanted <= most:
-            return _refused(InvalidRequest(f"num_islands is {wanted}; 1 … {most} are accepted (scaling.max_islands)"))
+            return _refused(
+                InvalidRequest(f"num_islands is {wanted}; it must be from 1 to {most} (scaling.max_islands)")
+            )
         if self._closed or not self._changing.acquire(blocking=False):
             return _refused(ScaleRefused("the number of islands is changing already, or the cluster stops"))
         outcome: Future[ScaleOutcome] = Future()

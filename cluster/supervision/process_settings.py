@@ -200,14 +200,14 @@ def check_memory(worker: WorkerConfig, layout: KVLayout, num_pages: int) -> None
         if not least <= worker.host_bytes < there:
             raise ConfigError(
                 f"cache.host_bytes is {worker.host_bytes}; it must hold a page of each layer group and leave some of "
-                f"this machine's memory: {least} to {there - 1} are accepted"
+                f"this machine's memory: set from {least} to {there - 1}"
             )
         there -= worker.host_bytes
     needed = sum(count * layout.page_bytes(group) for group, count in counts)
     if needed > there:
         raise ConfigError(
             f"cache.num_pages is {num_pages}; so many pages take {needed / GIB:.1f} GiB in each worker, and this "
-            f"machine has {there / GIB:.1f} for them: at most {pages_in(worker, layout, there)} are accepted"
+            f"machine has {there / GIB:.1f} for them: set at most {pages_in(worker, layout, there)}"
         )
 
 
@@ -239,7 +239,7 @@ def check_host_bytes(config: ClusterConfig) -> None:
         most = left // max(count, 1)
         if num_bytes is not None and num_bytes > most:
             raise ConfigError(
-                f"{key} is {num_bytes} in each of {count} workers, all on this machine, which has "
-                f"{there / GIB:.1f} GiB: at most {most} are accepted"
+                f"{key} is {num_bytes} in each of {count} workers, all on this machine, which has {there / GIB:.1f} "
+                f"GiB: set at most {most}"
             )
         left -= (num_bytes or 0) * count

@@ -52,7 +52,7 @@ def make_checkpoint(
         if value not in known:
             raise InvalidConfig(f"{name} is {value!r}; it must be one of {', '.join(known)}")
     if mtp and arch not in MTP_FIELDS:
-        raise InvalidConfig(f"mtp is given with arch {arch!r}; {', '.join(MTP_FIELDS)} are accepted")
+        raise InvalidConfig(f"mtp is given with arch {arch!r}; arch must be one of {', '.join(MTP_FIELDS)}")
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(SIZES[size]["vocab_size"])
     tokenizer.save(str(folder / "tokenizer.json"))

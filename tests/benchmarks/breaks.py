@@ -142,7 +142,7 @@ BREAKS = (
     Break("a field that is missing", UP_DIR, config(hidden_size=None)),
     Break("ranks that do not divide the heads", f"{UP_DIR} --set island.decode_ranks=4"),
     Break("heads that do not divide", UP_DIR, config(num_key_value_heads=4)),
-    Break("more pages than are accepted", f"{UP_DIR} --set cache.num_pages=100000000"),
+    Break("more pages than are allowed", f"{UP_DIR} --set cache.num_pages=100000000"),
     Break("no such YAML", "up DIR/cluster.yaml --model DIR"),
     Break("wrong YAML", "up DIR/cluster.yaml --model DIR", yaml("cache: [1")),
     Break("a key without its section", f"{UP_DIR} --set page_size=16"),

@@ -244,7 +244,7 @@ def test_behind_a_proxy_a_gateway_serves_plainly_and_asks_for_its_token(checkpoi
 @pytest.mark.parametrize(
     ("content", "mode", "message"),
     [
-        (b"short", 0o600, "holds 5 characters; at least 16"),
+        (b"short", 0o600, "holds 5 characters; it must hold at least 16"),
         (b"", 0o600, "holds 0 characters"),
         (b"with a space in the middle", 0o600, "without spaces"),
         (TOKEN.encode(), 0o644, "mode 644; others must not read it"),

@@ -149,14 +149,14 @@ def test_a_sweep_with_a_plot(island: Island, capsys: Capture, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--mix", "D"], "--mix is 'D'; A, A2, B, C, bursty, mixed, laptop are accepted"),
+        (["--mix", "D"], "--mix is 'D'; it must be one of A, A2, B, C, bursty, mixed, laptop"),
         (["--rate", "0"], "--rate is 0; it must be above 0"),
         (["--rate", "nan"], "--rate is nan; it must be above 0"),
         (["--burstiness", "0"], "--burstiness is 0; it must be above 0"),
         (["--output-tokens", "many"], "--output-tokens is 'many'; it must be fixed:TOKENS, uniform:LOW:HIGH"),
         (["--grpc", "a:1", "--url", "http://b"], "give --grpc HOST:PORT, --url URL, or neither"),
         (["--endpoint", "chat", "--grpc", "a:1"], "--endpoint is chat; it needs --url"),
-        (["--url", "ftp://a"], "--url is 'ftp://a'; one like http://127.0.0.1:8000 is accepted"),
+        (["--url", "ftp://a"], "--url is 'ftp://a'; it must be like http://127.0.0.1:8000"),
         (["--trace", "/nonexistent"], "--trace /nonexistent: "),
     ],
 )

@@ -106,7 +106,7 @@ def test_a_worker_dies_and_no_token_is_lost(served: Served, lost: int) -> None:
         ({"speculation.method": "mtp"}, r"^speculation\.method: speculation\.method is mtp; .* has no weights mtp\.\*"),
         (
             {"cache.kv_cache_dtype": "fp8_e4m3"},
-            r"cache\.kv_cache_dtype is 'fp8_e4m3', which .* keeps recurrent states, .*: auto is accepted",
+            r"cache\.kv_cache_dtype is 'fp8_e4m3', which .* keeps recurrent states, .*: set auto",
         ),
     ],
     ids=["drafts", "8 bits"],

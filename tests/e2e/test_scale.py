@@ -136,7 +136,7 @@ def test_a_request_goes_on_through_the_change(served: str, case: Case) -> None:
 def test_refusals_name_what_is_wrong(served: str, capsys: pytest.CaptureFixture[str]) -> None:
     with Client(served) as client:
         for wrong, message in [
-            ({"num_prefill": 0}, "num_prefill is 0; 1 … 256 are accepted; 0 is, where scheduler.roles is adaptive"),
+            ({"num_prefill": 0}, "num_prefill is 0; it must be from 1 to 256, or 0 where scheduler.roles is adaptive"),
             ({"num_decode": 257}, "num_decode is 257"),
             ({}, "give one or both"),
             ({"num_prefill": 1}, "island is ''; it must be one of c-0, c-1"),
@@ -177,7 +177,10 @@ def test_an_island_of_one_worker_gets_another_and_gives_it_up(checkpoint: Path, 
         ((_, alone),) = workers(address, "c")
         updates = disturbed(address, case, lambda: os.kill(alone, signal.SIGKILL), GREEDY)
         assert tokens_of(updates) == case.tokens
-        with Client(address) as client, pytest.raises(InvalidRequest, match="num_decode is 0; 1 … 256 are accepted"):
+        with (
+            Client(address) as client,
+            pytest.raises(InvalidRequest, match="num_decode is 0; it must be from 1 to 256"),
+        ):
             client.scale(num_decode=0)
     finally:
         cluster.stop()

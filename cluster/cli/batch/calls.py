@@ -52,11 +52,11 @@ class Server:
             parts = urlsplit(url.rstrip("/"))
             port = parts.port or (443 if parts.scheme == "https" else 80)
         except ValueError as error:
-            raise UsageError(f"--url is {url!r:.80}: {error}; like http://127.0.0.1:8000 is accepted") from None
+            raise UsageError(f"--url is {url!r:.80}: {error}; it must be like http://127.0.0.1:8000") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UsageError(f"--url is {url!r:.80}; one like http://127.0.0.1:8000 is accepted")
+            raise UsageError(f"--url is {url!r:.80}; it must be like http://127.0.0.1:8000")
         if token is not None and parts.scheme == "http" and not is_loopback(parts.hostname):
-            raise UsageError(f"--url is {url!r:.80}; https is accepted: without TLS no token is sent to another host")
+            raise UsageError(f"--url is {url!r:.80}; use https: without TLS, no token is sent to another host")
         secure = (tls or ssl.create_default_context()) if parts.scheme == "https" else None
         return cls(parts.hostname, port, parts.path.removesuffix("/v1"), token, secure)
 

@@ -57,13 +57,13 @@ def _row(number: int, line: bytes, urls: Set[str]) -> "Row | str":
         return f"line {number} is no JSON object with custom_id, method, url and body"
     custom_id, method, url, body = (value.get(name) for name in ("custom_id", "method", "url", "body"))
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MOST_ID:
-        return f"line {number}: custom_id is {custom_id!r:.80}; a text of 1 to {MOST_ID} characters is accepted"
+        return f"line {number}: custom_id is {custom_id!r:.80}; it must be a text of 1 to {MOST_ID} characters"
     if method != "POST":
-        return f"line {number}: method is {method!r:.80}; POST is accepted"
+        return f"line {number}: method is {method!r:.80}; it must be POST"
     if not isinstance(url, str) or url not in urls:
-        return f"line {number}: url is {url!r:.80}; {', '.join(sorted(urls))} are accepted"
+        return f"line {number}: url is {url!r:.80}; it must be one of {', '.join(sorted(urls))}"
     if not isinstance(body, dict):
-        return f"line {number}: body is {body!r:.80}; a JSON object is accepted"
+        return f"line {number}: body is {body!r:.80}; it must be a JSON object"
     if body.get("stream"):
         return f"line {number}: body.stream is {body['stream']!r:.80}; a batch takes whole answers: leave it out"
     return Row(number, custom_id, url, body)

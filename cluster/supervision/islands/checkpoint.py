@@ -82,11 +82,11 @@ def _check_drafter(worker: WorkerConfig, model: ModelConfig, tokenizer: Tokenize
         raise ConfigError(f"speculation.{'draft' if speculation.draft else 'method'}: {error}") from error
     if tokenizer is not None and own is not None:
         if not own.agrees(tokenizer):
-            raise ConfigError(f"speculation.draft is {folder}; a model with the tokenizer of model.path is accepted")
+            raise ConfigError(f"speculation.draft is {folder}; it must be a model with the tokenizer of model.path")
     elif drafter.vocab_size != model.vocab_size:
         raise ConfigError(
-            f"speculation.draft is {folder}, with a vocabulary of {drafter.vocab_size}; that of model.path, "
-            f"{model.vocab_size}, is accepted, or tokenizers that show that both are alike"
+            f"speculation.draft is {folder}, with a vocabulary of {drafter.vocab_size}; it must have that of "
+            f"model.path, {model.vocab_size}, or tokenizers that show that both are alike"
         )
     return drafter
 

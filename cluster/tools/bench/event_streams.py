@@ -33,9 +33,9 @@ class HttpConnections:
             parts = urlsplit(url.rstrip("/"))
             self._port = parts.port or (443 if parts.scheme == "https" else 80)
         except ValueError as error:
-            raise UsageError(f"--url is {url!r:.80}: {error}; like http://127.0.0.1:8000 is accepted") from None
+            raise UsageError(f"--url is {url!r:.80}: {error}; it must be like http://127.0.0.1:8000") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UsageError(f"--url is {url!r:.80}; one like http://127.0.0.1:8000 is accepted")
+            raise UsageError(f"--url is {url!r:.80}; it must be like http://127.0.0.1:8000")
         self._host = parts.hostname
         self._path = parts.path.removesuffix("/v1")
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None

@@ -64,7 +64,7 @@ class Settings:
         if self.target.grpc and self.target.urls:
             raise UsageError("give --grpc HOST:PORT, --url URL, or neither, which starts a cluster here")
         if self.mix_name not in MIXES:
-            raise UsageError(f"--mix is {self.mix!r:.80}; {', '.join(MIXES)} are accepted")
+            raise UsageError(f"--mix is {self.mix!r:.80}; it must be one of {', '.join(MIXES)}")
         if bad := [rate for rate in self.rates if not 0 < rate <= 1e6]:
             raise UsageError(f"--rate is {bad[0]:g}; it must be above 0 and at most 1000000 requests/s")
         if self.burstiness is not None and not self.burstiness > 0:

@@ -54,7 +54,7 @@ def read_trace(path: Path, most_tokens: int | None = None) -> tuple[list[Line], 
         with path.open(encoding="utf-8") as file:
             for number, text in enumerate(file, 1):
                 if number > MOST_LINES:
-                    raise UsageError(f"--trace {path} has more than {MOST_LINES} lines, which are accepted")
+                    raise UsageError(f"--trace {path} has more than {MOST_LINES} lines, the most that are allowed")
                 if text.strip():
                     lines.append(Line.model_validate_json(text))
     except ValidationError as error:

@@ -275,8 +275,11 @@ GOOD = row(0)
         ({**row(1), "custom_id": ""}, "line 2: custom_id is ''"),
         ({**row(1), "custom_id": 7}, "line 2: custom_id is 7"),
         (row(0), "line 2: custom_id is 'row 0', as in an earlier line"),
-        ({**row(1), "method": "GET"}, "line 2: method is 'GET'; POST is accepted"),
-        ({**row(1), "url": "/v1/files"}, "line 2: url is '/v1/files'; /v1/chat/completions, /v1/completions"),
+        ({**row(1), "method": "GET"}, "line 2: method is 'GET'; it must be POST"),
+        (
+            {**row(1), "url": "/v1/files"},
+            "line 2: url is '/v1/files'; it must be one of /v1/chat/completions, /v1/completions",
+        ),
         ({**row(1), "url": []}, "line 2: url is []"),
         ({**row(1), "body": "x"}, "line 2: body is 'x'"),
         (row(1, stream=True), "line 2: body.stream is True"),
@@ -344,7 +347,7 @@ def test_the_token(model: Path, batch: Callable[..., Outcome], tmp_path: Path, m
         assert batch(gateway.http)[0] == 0
         code, _, said = batch("tandem.example:8000")
         assert code == 2
-        assert "https is accepted" in said
+        assert "use https" in said
 
 
 def test_the_http_server_is_found_through_grpc(gateway: OpenGateway, tmp_path: Path) -> None:

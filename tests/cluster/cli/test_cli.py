@@ -410,7 +410,7 @@ class TestMakeModel:
         capsys.readouterr()
         code, line = failed(capsys, "make-model", str(tmp_path / "other"), "--mtp")
         assert code == 2
-        assert "--mtp is given with --arch llama; deepseek_v3, glm4_moe" in line
+        assert "--mtp is given with --arch llama; --arch must be one of deepseek_v3, glm4_moe" in line
 
     def test_choices_are_the_known_ones(self, capsys: Capture) -> None:
         from tandem.cluster.tools.architectures import ARCHITECTURES, SIZES

@@ -353,7 +353,7 @@ def test_a_flashinfer_that_does_not_serve_is_named(
     """The doctor names it, and so does whatever would load it."""
     monkeypatch.setattr(doctor, "version", lambda name: installed)
     monkeypatch.setattr(served_version, "version", lambda name: installed)
-    reason = f"flashinfer-python is {installed}; 0.6 is accepted: pip install 'flashinfer-python==0.6.*'"
+    reason = f"flashinfer-python is {installed}; it must be 0.6: pip install 'flashinfer-python==0.6.*'"
     found = findings()["flashinfer-python"]
     assert (found.found, found.advice) == (installed, "" if serves else reason)
     if not serves:

@@ -112,8 +112,8 @@ def test_workers_that_share_cores_are_counted(model: Path, monkeypatch: pytest.M
     assert "Ray's 0.1 CPU for a worker is a count, and no limit" in warning
     assert refused(config_of(model, "local.yaml", **{"island.num_prefill": 50})) == (
         "num_islands is 1, each with island.num_prefill 50 and island.num_decode 1: 51 worker processes. Ray counts "
-        "0.1 CPU for each, and has 2 here: at most 20 workers are accepted, or ray.num_cpus of at least 6, which makes "
-        "no worker faster"
+        "0.1 CPU for each, and has 2 here: start at most 20 workers, or set ray.num_cpus to at least 6, which makes no "
+        "worker faster"
     )
     check_host(config_of(model, "local.yaml", **{"island.num_prefill": 50, "ray.num_cpus": 6}), own_ray=True)
     check_host(config_of(model, "local.yaml", **{"island.num_prefill": 50}), own_ray=False)
@@ -328,7 +328,7 @@ def test_a_folder_without_an_adapter_is_named(model: Path, tmp_path: Path) -> No
     (folder / "adapter_model.bin").touch()
     assert refused(config) == (
         f"adapters.folders.x: {folder} has no adapter_model.safetensors, but adapter_model.bin, a pickle, which is "
-        "never read; a PEFT adapter with safetensors is accepted"
+        "never read; give a PEFT adapter with safetensors"
     )
 
 
@@ -353,11 +353,11 @@ def test_host_memory_that_holds_no_adapter_is_too_small(model: Path) -> None:
     needed = 4 * 512 * 7 * hidden * layers  # not of the layer beyond the last, which is for drafts
     assert needed > 1 << 20
     assert refused(config) == (
-        f"adapters.host_bytes is 1048576; at least {needed} are accepted: so much has one adapter of rank 512 "
+        f"adapters.host_bytes is 1048576; it must be at least {needed}, the bytes of one adapter of rank 512 "
         "(adapters.max_rank)"
     )
     divided = config_of(model, **{**keys, "island.decode_ranks": 2})
-    assert f"at least {2 * 4 * 512 * 9 * hidden * layers // 2} are accepted" in refused(divided)
+    assert f"it must be at least {2 * 4 * 512 * 9 * hidden * layers // 2}, " in refused(divided)
     assert refused(divided).endswith("(adapters.max_rank) on each of the 2 ranks of a worker")
     keys["adapters.host_bytes"] = needed
     preflight.check_model(config_of(model, **keys))

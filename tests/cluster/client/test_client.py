@@ -256,10 +256,18 @@ def test_nobody_there(generate: Generate) -> None:
         ("x", {"stop": ["a", "\udce9"]}, "stop is .*; each must be Unicode text"),
         ("x", {"temperature": "hot"}, "sampling.temperature is 'hot'; it must be a number"),
         ("x", {"request_id": "\udce9"}, r"request_id is '\\udce9'; it must be Unicode text"),
-        ("caf\udce9", {}, r"prompt is 'caf\\udce9': .*; Unicode text, token ids in"),  # a byte of a command line
+        (
+            "caf\udce9",
+            {},
+            r"prompt is 'caf\\udce9': .*; it must be Unicode text, token ids in",
+        ),  # a byte of a command line
         ({"role": "user", "content": "x"}, {}, "a list of chat messages"),
         ([1, -2], {}, r"prompt is \[1, -2\]"),
-        ([1, {"role": "user"}], {}, r"token ids in \[0, 2\^32\), a list of chat messages or a Fork are accepted"),
+        (
+            [1, {"role": "user"}],
+            {},
+            r"it must be Unicode text, token ids in \[0, 2\^32\), a list of chat messages or a Fork",
+        ),
         ([{"rol": "user"}], {}, "rol"),
         (3, {}, "prompt is 3"),
     ],
@@ -335,7 +343,9 @@ def test_a_client_id_that_cannot_be_sent_is_refused(client_id: str) -> None:
 def test_numbers_that_no_message_holds() -> None:
     with serving(FakeGateway()) as address, Client(address) as client:
         for number in (-1, 1 << 40, 1.5):
-            with pytest.raises(InvalidRequest, match=r"num_prefill .*; a name and integers in \[0, 2\^32\)"):
+            with pytest.raises(
+                InvalidRequest, match=r"num_prefill .*; they must be a name and integers in \[0, 2\^32\)"
+            ):
                 client.scale(num_prefill=number)  # type: ignore[arg-type]
 
 

@@ -105,7 +105,7 @@ def test_template_kwargs_may_be_json() -> None:
         (CHAT, {"template_kwargs": {"a": object()}}, "template_kwargs is .*; it must be a mapping that JSON can hold"),
         (CHAT, {"template_kwargs": 5}, "template_kwargs is 5; it must be a mapping that JSON can hold"),
         (CHAT, {"tools": {"type": "function"}}, "tools is .*; it must be a list of functions"),
-        ([{"role": "user", "content": [{"type": "image"}]}], {}, "prompt is .*'text'; Unicode text"),
+        ([{"role": "user", "content": [{"type": "image"}]}], {}, "prompt is .*'text'; it must be Unicode text"),
         (CHAT, {"continue_final_message": "yes"}, "continue_final_message is 'yes'; it must be true or false"),
         ("Hello", {"truncate_prompt_tokens": 1 << 31}, r"truncate_prompt_tokens is 2147483648; it must be an integer"),
         (

@@ -119,5 +119,5 @@ def test_without_any_the_last_one_is_named(nobody: str) -> None:
 @pytest.mark.parametrize("address", ["", "a:1,", [], ["a:1", " "]])
 def test_an_empty_address_is_refused(address: Any) -> None:
     for kind in (Client, AsyncClient):
-        with pytest.raises(ConfigError, match=r"^address is .*; HOST:PORT is accepted, or several"):
+        with pytest.raises(ConfigError, match=r"^address is .*; it must be HOST:PORT, or several"):
             kind(address)

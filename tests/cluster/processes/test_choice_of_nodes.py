@@ -60,6 +60,6 @@ def test_a_group_grows_into_what_its_cluster_leaves_and_no_further(where: Where,
     """Places that others have taken may be free soon, and the group waits for them."""
     held = {"127.0.0.2": {"CPU": 0.5}, "127.0.0.3": {"CPU": 1.0}, "127.0.0.9": {"CPU": 3.0}}
     check_growth(2, fit, {"CPU": 1.0}, where, held)
-    needed = f"^{fit + 3} processes are needed, with 1.0 CPUs for each; at most {fit + 2} are accepted: 127.0.0."
+    needed = f"^{fit + 3} processes are needed, with 1.0 CPUs for each; at most {fit + 2} fit: 127.0.0."
     with pytest.raises(NoRoom, match=needed):
         check_growth(2, fit + 1, {"CPU": 1.0}, where, held)

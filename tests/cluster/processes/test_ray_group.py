@@ -82,7 +82,7 @@ def test_more_than_hosts_could_ever_hold_are_refused_before_a_host_is_asked(note
     def check(now: int, more: int) -> None:
         asked.append((now, more))
         if now + more > 3:
-            raise NoRoom("at most 3 are accepted")
+            raise NoRoom("at most 3 fit")
 
     one = group(pytest.fail, check)
     one.start(worker(0, 2), ["a"], threads=1, seconds=1)

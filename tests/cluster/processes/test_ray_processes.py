@@ -16,7 +16,7 @@ from tests.cluster.fake_gateway import FakeGateway, serving
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "127.0.0.1", "127.0.0.1:ray", "127.0.0.1:70000", "ray://x:1"])
 def test_an_address_without_a_ray_is_refused_before_ray_tries_it(address: str) -> None:
-    with pytest.raises(StartFailed, match=f"^--address is '{address}': .*; HOST:PORT of a Ray that runs is accepted"):
+    with pytest.raises(StartFailed, match=f"^--address is '{address}': .*; give HOST:PORT of a running Ray"):
         RayProcesses(address).start("c", None)
 
 
@@ -25,12 +25,15 @@ def test_a_service_of_this_machine_alone_is_no_ray() -> None:
     """A gateway is one such: Ray would ask at the address that other machines know, for two minutes."""
     with socket.create_server(("127.0.0.1", 0)) as service:
         address = f"127.0.0.1:{service.getsockname()[1]}"
-        with pytest.raises(StartFailed, match="a Ray that runs is accepted"):
+        with pytest.raises(StartFailed, match="give HOST:PORT of a running Ray"):
             RayProcesses(address).start("c", None)
 
 
 def test_a_grpc_server_that_is_no_ray_is_refused() -> None:
-    with serving(FakeGateway()) as address, pytest.raises(StartFailed, match="is a gRPC server, and no Ray; HOST:PORT"):
+    with (
+        serving(FakeGateway()) as address,
+        pytest.raises(StartFailed, match="is a gRPC server, and no Ray; give HOST:PORT"),
+    ):
         check_ray_answers(address, "127.0.0.1")
 
 
@@ -49,7 +52,7 @@ def test_what_speaks_otherwise_is_refused(said: bytes, monkeypatch: pytest.Monke
 
         pool.submit(answer)
         address = f"127.0.0.1:{listener.getsockname()[1]}"
-        with pytest.raises(StartFailed, match=r"what listens there is no Ray: .*; HOST:PORT of a Ray that runs"):
+        with pytest.raises(StartFailed, match=r"what listens there is no Ray: .*; give HOST:PORT of a running Ray"):
             check_ray_answers(address, "127.0.0.1")
         listener.shutdown(socket.SHUT_RDWR)
         for one in taken:

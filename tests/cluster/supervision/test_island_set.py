@@ -112,7 +112,9 @@ def test_what_cannot_be_started_changes_nothing(scene: Scene) -> None:
 
 @pytest.mark.parametrize("number", [0, 5])
 def test_numbers_out_of_range(scene: Scene, number: int) -> None:
-    with pytest.raises(InvalidRequest, match=rf"num_islands is {number}; 1 … 4 are accepted \(scaling.max_islands\)"):
+    with pytest.raises(
+        InvalidRequest, match=rf"num_islands is {number}; it must be from 1 to 4 \(scaling.max_islands\)"
+    ):
         scene.scale(number)
 
 

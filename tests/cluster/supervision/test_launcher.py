@@ -75,7 +75,7 @@ def test_pages_that_no_machine_holds(tmp_path: Path) -> None:
     make_checkpoint(tmp_path / "model")
     values = {"model.path": str(tmp_path / "model"), "cache.num_pages": 1 << 24, "cache.page_size": 128}
     processes = FakeProcesses()
-    with pytest.raises(ConfigError, match=r"^cache\.num_pages is 16777216; .* GiB in each worker, .*: at most \d+ are"):
+    with pytest.raises(ConfigError, match=r"^cache\.num_pages is 16777216; .* GiB in each worker, .*: set at most \d+"):
         Cluster(load_config(None, values), processes).start()
     assert not processes.specs
 
@@ -104,7 +104,7 @@ def test_pages_of_states_that_no_machine_holds(tmp_path: Path, monkeypatch: pyte
         ({"cache.prefix_sharing": False}, 63),
         ({}, with_snapshots),
     ):
-        with pytest.raises(ConfigError, match=rf"cache\.num_pages is 64; .*: at most {fewer} are accepted"):
+        with pytest.raises(ConfigError, match=rf"cache\.num_pages is 64; .*: set at most {fewer}"):
             Cluster(load_config(None, {**values, **more}), FakeProcesses()).start()
 
 
@@ -113,7 +113,7 @@ def test_host_bytes_that_hold_nothing_or_are_not_there(num_bytes: int, tmp_path:
     make_checkpoint(tmp_path / "model")
     values = {"model.path": str(tmp_path / "model"), "cache.num_pages": 64, "cache.host_bytes": num_bytes}
     processes = FakeProcesses()
-    with pytest.raises(ConfigError, match=rf"^cache\.host_bytes is {num_bytes}; .*: \d+ to \d+ are accepted"):
+    with pytest.raises(ConfigError, match=rf"^cache\.host_bytes is {num_bytes}; .*: set from \d+ to \d+"):
         Cluster(load_config(None, values), processes).start()
     assert not processes.specs
 
@@ -125,13 +125,13 @@ def test_host_bytes_of_workers_that_are_not_there_together(tmp_path: Path, monke
     values = {"model.path": str(tmp_path / "model"), "cache.num_pages": 64, "cache.host_bytes": 3 << 30}
     processes, most = FakeProcesses(), ((4 << 30) - 1) // 3
     with pytest.raises(
-        ConfigError, match=rf"^cache\.host_bytes is {3 << 30} in each of 3 workers, .* 4\.0 GiB: at most {most} are"
+        ConfigError, match=rf"^cache\.host_bytes is {3 << 30} in each of 3 workers, .* 4\.0 GiB: set at most {most}"
     ):
         Cluster(load_config(None, {**values, "island.num_decode": 2}), processes).start()
     left = ((1 << 30) - 1) // 2
     both = {"cache.host_bytes": 1 << 30, "cache.parked_bytes": 1 << 30, "island.num_decode": 2}
     with pytest.raises(
-        ConfigError, match=rf"^cache\.parked_bytes is {1 << 30} in each of 2 workers, .*: at most {left} are"
+        ConfigError, match=rf"^cache\.parked_bytes is {1 << 30} in each of 2 workers, .*: set at most {left}"
     ):
         Cluster(load_config(None, {**values, **both}), processes).start()
     assert not processes.specs
@@ -149,7 +149,7 @@ def test_host_memory_of_gpu_workers_counts_what_they_take_by_default_and_for_ada
         ({"cache.parked_bytes": 4 << 30, "adapters.host_bytes": 1 << 30}, "adapters.host_bytes", ((2 << 30) - 1) // 2),
         ({"cache.parked_bytes": 7 << 30}, "cache.parked_bytes", left),
     ):
-        with pytest.raises(ConfigError, match=rf"^{key} is \d+ in each of .* 8\.0 GiB: at most {most} are accepted"):
+        with pytest.raises(ConfigError, match=rf"^{key} is \d+ in each of .* 8\.0 GiB: set at most {most}"):
             process_settings.check_host_bytes(load_config(None, on_gpus | more))
     process_settings.check_host_bytes(load_config(None, on_gpus | {"adapters.host_bytes": 3 << 29}))
     process_settings.check_host_bytes(load_config(None, {"adapters.max_resident": 4}))
@@ -161,7 +161,7 @@ def test_disk_bytes_of_workers_that_are_not_there_together(tmp_path: Path, monke
     (tmp_path / "left.pages").write_bytes(bytes(1001))
     values = {"model.path": str(tmp_path / "model"), "cache.host_bytes": 1 << 20, "cache.disk_path": str(tmp_path)}
     processes = FakeProcesses()
-    expected = rf"^cache\.disk_bytes is 4000 for each of 2 workers; the disk of {tmp_path} .* 6001: at most 3000"
+    expected = rf"^cache\.disk_bytes is 4000 for each of 2 workers; the disk of {tmp_path} .* 6001: set at most 3000"
     with pytest.raises(ConfigError, match=expected):
         Cluster(load_config(None, {**values, "cache.disk_bytes": 4000}), processes).start()
     assert not processes.specs
@@ -302,7 +302,7 @@ def test_drafters_that_do_not_fit(tmp_path: Path) -> None:
 
     fields = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(fields | {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}))
-    refused(r"^speculation\.draft: .* RoPE of type dynamic.* another type is accepted")
+    refused(r"^speculation\.draft: .* RoPE of type dynamic.* give a drafter with another type")
     (other / "config.json").write_text(json.dumps(fields | {"vocab_size": 7}))
     refused(r"^speculation\.draft: .*tensor .* has shape")
     (other / "config.json").unlink()
@@ -313,7 +313,7 @@ def test_drafters_that_do_not_fit(tmp_path: Path) -> None:
         dict(tokenizer["added_tokens"][-1], id=len(tokenizer["model"]["vocab"]) + 9, content="<|other|>")
     )
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
-    refused(r"^speculation\.draft is .*other; a model with the tokenizer of model\.path is accepted")
+    refused(r"^speculation\.draft is .*other; it must be a model with the tokenizer of model\.path")
     assert not processes.specs
 
 
@@ -331,12 +331,12 @@ def test_heads_that_do_not_fit(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=pattern):
             Cluster(load_config(None, values), processes).start()
 
-    refused(r"^speculation\.method: .* LlamaForCausalLM has 0 layers .* with 1 .* is accepted", target, "mtp")
+    refused(r"^speculation\.method: .* LlamaForCausalLM has 0 layers .* give a checkpoint with 1 ", target, "mtp")
     tensors = load_file(mtp / "model.safetensors")
     del tensors["model.layers.2.eh_proj.weight"]
     save_file(tensors, mtp / "model.safetensors")
     refused(r"^speculation\.method: the checkpoint lacks model\.layers\.2\.eh_proj\.weight", mtp, "mtp")
-    refused(r"^speculation\.draft: .*head: vocab_size is 199; that of the target", target, "eagle3", head)
+    refused(r"^speculation\.draft: .*head: vocab_size is 199; it must be that of the target", target, "eagle3", head)
     refused(r"^speculation\.draft: .*architectures.* an EAGLE-3 head", target, "eagle3", target)
     deep = tmp_path / "deep"
     make_model("llama").save_pretrained(deep)

@@ -67,7 +67,9 @@ def test_a_layer_that_drafts_is_beside_what_transformers_loads(tmp_path: Path) -
     _, report = load_oracle(tmp_path, output_loading_info=True)
     assert not any(report.values())
     assert check_drafter_weights(tmp_path, MTP, config, mtp_config(config)) is None
-    with pytest.raises(InvalidConfig, match=f"mtp is given with arch 'llama'; {', '.join(MTP_FIELDS)} are accepted"):
+    with pytest.raises(
+        InvalidConfig, match=f"mtp is given with arch 'llama'; arch must be one of {', '.join(MTP_FIELDS)}"
+    ):
         make_checkpoint(tmp_path, mtp=True)
 
 

@@ -38,7 +38,7 @@ class Unreadable(Exception):
 class Actor:
     def __init__(self, word: str) -> None:
         if word == "wrong":
-            raise ValueError("word is 'wrong'; any other is accepted")
+            raise ValueError("word is 'wrong'; it must be another")
         self._word = word
         self._released = threading.Event()
 
@@ -126,7 +126,7 @@ def test_errors_travel(server: ForkServer) -> None:
 
 def test_a_constructor_that_fails_ends_its_process(server: ForkServer) -> None:
     actor = fork(server, "wrong")
-    with pytest.raises(ProcessEnded, match="word is 'wrong'; any other is accepted"):
+    with pytest.raises(ProcessEnded, match="word is 'wrong'; it must be another"):
         actor.call("wait").result(SECONDS)
     assert actor.join(SECONDS)
     until(lambda: ended(actor.pid))  # the server reaps it

@@ -27,7 +27,7 @@ One YAML file describes a cluster. `tandem up FILE` reads it. This page is gener
   is YAML.
 - Options override variables, variables override the file, and the file overrides the defaults.
 - Unknown keys are refused, and the error names the nearest known key.
-- No value is converted, except an integer where a fraction is accepted: `"16"` is not 16.
+- No value is converted, except an integer where a fraction is allowed: `"16"` is not 16.
 - Relative paths start at the folder in which `tandem up` runs. `~` is your home.
 
 ## Rules between keys
@@ -96,7 +96,7 @@ def generate() -> str:
 
 
 def _table(prefix: str, fields: Schema) -> str:
-    rows = ["| key | default | accepted | unit | meaning |", "|---|---|---|---|---|"]
+    rows = ["| key | default | allowed | unit | meaning |", "|---|---|---|---|---|"]
     rows += [f"| {' | '.join(_cells(prefix + key, field))} |" for key, field in fields.items()]
     return "\n".join([*rows, ""])
 

@@ -117,7 +117,7 @@ def empty_chat_messages() -> Send:
 
 @attack
 def most_chat_messages() -> Send:
-    """Sends as many messages as are accepted."""
+    """Sends as many messages as are allowed."""
     return over_grpc(field(4, field(1, field(1, b"user")) * 16_384))
 
 

@@ -46,7 +46,7 @@ class Contexts:
     def parse(cls, text: str) -> "Contexts":
         """Raises ValueError for anything else."""
         if text not in MIXES and not (text.isdecimal() and int(text)):
-            raise ValueError(f"contexts are {text!r}; a number of positions or one of {', '.join(MIXES)} is accepted")
+            raise ValueError(f"contexts are {text!r}; they must be a number of positions or one of {', '.join(MIXES)}")
         return cls(text)
 
     def lengths(self, rows: int) -> Lengths:

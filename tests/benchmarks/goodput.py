@@ -318,7 +318,7 @@ def read_rates(texts: Sequence[str]) -> dict[str, list[float]]:
         except ValueError:
             found = []
         if not found or min(found) <= 0 or mix not in ("", *MIXES):
-            raise UsageError(f"--rates has {text!r}; like 18.5 or A=18.5:23.3 is accepted, with {', '.join(MIXES)}")
+            raise UsageError(f"--rates has {text!r}; it must be like 18.5 or A=18.5:23.3, with {', '.join(MIXES)}")
         rates.setdefault(mix, []).extend(found)
     return rates
 

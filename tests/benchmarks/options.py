@@ -59,7 +59,7 @@ def add_list(
         wrong = [value for value in found if choices is not None and value not in choices]
         if wrong or not found:
             accepted = ", ".join(map(str, choices)) if choices is not None else "one value or more"
-            raise argparse.ArgumentTypeError(f"{text!r} was given; {accepted} is accepted")
+            raise argparse.ArgumentTypeError(f"{text!r} was given; it must be {accepted}")
         return found
 
     parser.add_argument(flag, nargs=nargs, type=values, action=_Flat, default=default, help=help)

@@ -113,7 +113,7 @@ def main() -> None:
     add_seconds(parser)
     options = parser.parse_args()
     if wrong := set(options.shapes) - set(SHAPES):
-        parser.error(f"SHAPE is {', '.join(wrong)}; {', '.join(SHAPES)} are accepted")
+        parser.error(f"SHAPE is {', '.join(wrong)}; it must be of {', '.join(SHAPES)}")
     budget = Budget(options.seconds)
     if not torch.cuda.is_available():
         print_skipped("needs a CUDA device")

@@ -152,7 +152,7 @@ ACCESS = (
         file="cluster/frontends/http/body.py",
         find='scope.get("state", {}).get(BODY_BYTES, 0)',
         replace="0",
-        reason="A body's chunk sizes count, too, or tiny chunks bring six times what is accepted.",
+        reason="A body's chunk sizes count, too, or tiny chunks bring six times what is allowed.",
         tests=("tests/cluster/frontends/test_http_bounds.py::TestHeadsAndFraming::test_framing_counts_as_the_body",),
     ),
     Mutant(

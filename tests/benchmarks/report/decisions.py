@@ -42,7 +42,7 @@ def read_decision(path: Path) -> Decision:
     about = lines[1].split(" · ") if len(lines) > 1 else []
     missing = [part for part in PARTS if not any(part in line for line in lines)]
     if title is None or not path.name.startswith(f"{title[1]}-") or len(about) != 3:
-        accepted = "'# NNNN: title' and 'area · date · benchmark' is accepted"
+        accepted = "it must begin with '# NNNN: title' and 'area · date · benchmark'"
         raise ValueError(f"{path.name} begins with {lines[:2]}; {accepted}")
     if missing or len(lines) > MOST_LINES:
         raise ValueError(f"{path.name} has {len(lines)} lines (at most {MOST_LINES}) and lacks {missing}")
@@ -53,7 +53,7 @@ def index_of(folder: Path) -> str:
     """The text of the index of the records in `folder`. Raises ValueError where their numbers have a gap."""
     decisions = [read_decision(path) for path in sorted(folder.glob("[0-9]*.md"))]
     if [one.number for one in decisions] != list(range(1, len(decisions) + 1)):
-        raise ValueError(f"records are numbered {[one.number for one in decisions]}; 1, 2, 3, … is accepted")
+        raise ValueError(f"records are numbered {[one.number for one in decisions]}; they must be 1, 2, 3, …")
     areas = dict.fromkeys(one.area for one in decisions)
     sections = [_section(area, [one for one in decisions if one.area == area]) for area in areas]
     return "\n".join([HEAD, *sections])

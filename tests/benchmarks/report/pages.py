@@ -22,7 +22,7 @@ def printed(folder: Path, name: str) -> str:
     named = [record for record in records if record["benchmark"] == name]
     if not named:
         accepted = ", ".join([*dict.fromkeys(record["benchmark"] for record in records), TARGETS, COVERAGE])
-        raise ValueError(f"no benchmark is named {name!r}; one of {accepted} is accepted")
+        raise ValueError(f"no benchmark is named {name!r}; it must be one of {accepted}")
     return "\n".join(_record(record, read_peers(folder)) for record in named)
 
 

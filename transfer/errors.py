@@ -1,4 +1,4 @@
-"""What transfers raise. Every error names the field, the value received and what would be accepted.
+"""The errors of transfers. Each names the field, the value received and what it must be.
 
 TransferError
 ├── InvalidPositionMap   a map from the wire does not hold together; it fails one request

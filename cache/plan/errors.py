@@ -1,4 +1,4 @@
-"""The errors of the cache. Each names the argument, the value received and what would be accepted."""
+"""The errors of the cache. Each names the argument, the value received and what it must be."""
 
 
 class CacheError(Exception):

@@ -1,4 +1,4 @@
-"""Describes in words what is wrong with a configuration: the key, the value received, what would be accepted."""
+"""Describes in words what is wrong with a configuration: the key, the value received, what it must be."""
 
 import difflib
 import reprlib
@@ -13,8 +13,8 @@ SECRETS = ("api_key",)
 
 
 def explain(finding: ErrorDetails, config: type[BaseModel]) -> str:
-    """Describes one of pydantic's findings about a `config` in a line: dotted key, value received, what would be
-    accepted."""
+    """Describes one of pydantic's findings about a `config` in a line: dotted key, value received, what it must
+    be."""
     location = [str(part) for part in finding["loc"]]
     if not location:  # of the whole config: the message names its keys itself
         return finding["msg"].removeprefix("Value error, ")

@@ -1,4 +1,4 @@
-"""Why a checkpoint cannot be served. Every error names the file or field, what was found and what would be accepted."""
+"""The reasons why a checkpoint cannot be served. Each error names the file or field, its value and what it must be."""
 
 
 class ModelError(Exception):

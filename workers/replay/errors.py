@@ -8,7 +8,7 @@ RecordError
 
 
 class RecordError(ValueError):
-    """Names what was found, and what would be accepted."""
+    """Names the value that was found, and what it must be."""
 
 
 class NotAValue(RecordError):

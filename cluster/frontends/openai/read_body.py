@@ -38,7 +38,7 @@ def read_requests(
 
 
 def read_body(kind: type[BodyT], data: bytes | bytearray) -> BodyT:
-    """Raises HttpError, which names the field, the value and what would be accepted."""
+    """Raises HttpError, which names the field, the value and what it must be."""
     body, ignored = read_object(kind, data)
     return body.ignoring(ignored)
 
@@ -73,7 +73,7 @@ def checked(kind: type[ObjectT], values: dict[str, Any]) -> ObjectT:
 
 
 def _refusal(kind: type[BodyObject], finding: Any) -> HttpError:
-    """The error for one of pydantic's findings: dotted field, value received and what would be accepted."""
+    """The error for one of pydantic's findings: dotted field, value received and what it must be."""
     reason = finding["msg"].removeprefix("Value error, ")
     if not finding["loc"]:  # of the whole body: the message names its field itself
         return HttpError(400, reason, param=reason.partition(" ")[0])

@@ -107,7 +107,7 @@ PARKING = (
     Mutant(
         name="anybody-passes-others",
         file="cluster/requests/validation.py",
-        find="        if not first <= message.sampling.priority <= last:\n",
+        find="        if not first <= priority <= last:\n",
         replace="        if False:\n",
         reason="The operator says who may go before others, or every client gives itself the first priority.",
         tests=(

@@ -113,7 +113,7 @@ def _content(path: Path, source: str) -> bytes:
     except OSError as error:
         raise ConfigError(f"{source} cannot be read: {error.strerror}") from None
     if len(content) > MAX_BYTES:
-        raise ConfigError(f"{source} has more than {MAX_BYTES} bytes, which is the most that is accepted")
+        raise ConfigError(f"{source} has more than {MAX_BYTES} bytes, which is the most")
     return content
 
 
@@ -161,7 +161,8 @@ def _check_shape(text: str, source: str) -> None:
         if open_ and isinstance(event, yaml.NodeEvent):
             said = open_[-1].take(event)
             if said:
-                raise ConfigError(f"{source}: line {event.start_mark.line + 1}: {said}")
+                line = event.start_mark.line + 1 if event.start_mark else "?"
+                raise ConfigError(f"{source}: line {line}: {said}")
         if isinstance(event, yaml.CollectionStartEvent):
             open_.append(_Open(isinstance(event, yaml.MappingStartEvent)))
             if len(open_) > MAX_DEPTH:

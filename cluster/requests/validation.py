@@ -184,7 +184,7 @@ class RequestValidator:
         if not first <= priority <= last:
             access.refused(Sum.REFUSED_PRIORITY)
             whose = f"the key {access.name!r}" if access.name else "gateway.priorities"
-            raise InvalidRequest(f"{field} is {priority}; {first} … {last} are accepted ({whose})")
+            raise InvalidRequest(f"{field} is {priority}; it must be from {first} to {last} ({whose})")
 
     def priority(self, service_tier: str, otherwise: int) -> int:
         """Returns the priority of a tier. If the tier is empty: `otherwise`, or the nearest that this task's caller may

@@ -81,8 +81,8 @@ class AdapterLoads:
             await asyncio.sleep(POLL_SECONDS)
         if not agree:
             raise BadAdapter(
-                f"path {path} has changed while it was read: ranks of this worker have read different files; one that "
-                "stays as it is is accepted"
+                f"path {path} has changed while it was read: ranks of this worker have read different files: add it "
+                "again when it stays as it is"
             )
 
     async def remove(

@@ -38,7 +38,7 @@ class PageFolder:
         except OSError as error:
             self.close()
             raise InvalidArgument(
-                f"cache.disk_path: {path} cannot be written ({error.strerror}); a folder that can be is accepted"
+                f"cache.disk_path: {path} cannot be written ({error.strerror}); give a folder that can be"
             ) from error
         except BaseException:
             self.close()

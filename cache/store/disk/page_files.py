@@ -121,7 +121,8 @@ class PageFiles:
     def reader(self, slot: int, page: Bytes, number: int) -> Callable[[], None]:
         """A function that fills page, uint8 [page_bytes], with what stands in a slot. Another thread may call it,
         before this one makes other calls than those of the MOST_READS readers that run at once. number: of these."""
-        return partial(self._read, *self._places(slot)[::2], page, self._rooms[number])
+        file, _, begin = self._places(slot)
+        return partial(self._read, file, begin, page, self._rooms[number])
 
     def _read(self, file: OpenFile, begin: int, page: Bytes, room: Bytes) -> None:
         straight = not file.is_direct or (page.ctypes.data % BLOCK == 0 and page.size % BLOCK == 0)

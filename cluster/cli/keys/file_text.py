@@ -31,9 +31,9 @@ def with_entry(text: str, fields: Mapping[str, object], source: str) -> str:
             f"NAME is {fields['name']!r}; {source} has a key of that name: remove it first, or take another"
         )
     if len(before) >= MAX_KEYS:
-        raise UsageError(f"{source} has {len(before)} keys; at most {MAX_KEYS} are accepted: remove one first")
+        raise UsageError(f"{source} has {len(before)} keys; it may have at most {MAX_KEYS}: remove one first")
     entry = entry_text(fields)
-    wanted = [*_by_name(before), fields["name"]]
+    wanted = [*_by_name(before), str(fields["name"])]
     whole = NO_KEYS.sub(r"\g<indent>keys:", text, count=1)
     whole += "" if whole.endswith("\n") else "\n"
     for indent in ("", "  ", "    "):

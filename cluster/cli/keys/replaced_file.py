@@ -46,7 +46,7 @@ def _stat(path: Path, *, makes: bool) -> os.stat_result | None:
     if not path.is_file():
         raise UsageError(f"{path} is not a regular file")
     if found.st_size > MAX_BYTES:
-        raise UsageError(f"{path} has {found.st_size} bytes; at most {MAX_BYTES} are accepted")
+        raise UsageError(f"{path} has {found.st_size} bytes; it may have at most {MAX_BYTES}")
     return found
 
 

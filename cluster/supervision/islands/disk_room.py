@@ -19,12 +19,11 @@ def check_disk_bytes(config: ClusterConfig) -> None:
         room = shutil.disk_usage(there).free + sum(file.stat().st_size for file in folder.rglob("*.pages"))
     except OSError as error:
         raise ConfigError(
-            f"cache.disk_path is {cache.disk_path}; it cannot be read ({error.strerror}), and a folder that can be is "
-            "accepted"
+            f"cache.disk_path is {cache.disk_path}; it cannot be read ({error.strerror}): give a folder that can be"
         ) from error
     most = room // workers
     if cache.disk_bytes > most:
         raise ConfigError(
             f"cache.disk_bytes is {cache.disk_bytes} for each of {workers} workers; the disk of {there} has room for "
-            f"{room}: at most {most} are accepted"
+            f"{room}: it may be at most {most}"
         )

@@ -231,6 +231,6 @@ def test_a_file_keeps_its_link_and_its_mode_and_a_failed_write_leaves_it(
 
 def test_a_full_file_takes_no_more(tmp_path: Path) -> None:
     text = "keys:\n" + "".join(f"- {{name: k{number}, sha256: {number:063x}a}}\n" for number in range(1000))
-    with pytest.raises(UsageError, match="f has 1000 keys; at most 1000 are accepted"):
+    with pytest.raises(UsageError, match="f has 1000 keys; it may have at most 1000"):
         with_entry(text, {"name": "more", "sha256": HASH}, "f")
     assert len(parse_keys(without_entry(text, "k500", "f").encode(), "f")) == 999

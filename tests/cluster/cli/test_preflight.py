@@ -334,7 +334,8 @@ def test_a_folder_without_an_adapter_is_named(model: Path, tmp_path: Path) -> No
 
 def test_host_memory_that_holds_no_adapter_is_too_small(model: Path) -> None:
     """Workers would say so after they have read their weights."""
-    hidden, layers = FIELDS["hidden_size"], FIELDS["num_hidden_layers"]
+    fields: dict[str, Any] = FIELDS
+    hidden, layers = fields["hidden_size"], fields["num_hidden_layers"]
     shapes = {"self_attn.q_proj": [hidden, hidden], "mlp.down_proj": [hidden, 4 * hidden], "self_attn.q_norm": [64]}
     names = {
         f"model.layers.{layer}.{name}.weight": shape for layer in range(layers + 1) for name, shape in shapes.items()
@@ -356,7 +357,9 @@ def test_host_memory_that_holds_no_adapter_is_too_small(model: Path) -> None:
         f"adapters.host_bytes is 1048576; it must be at least {needed}, the bytes of one adapter of rank 512 "
         "(adapters.max_rank)"
     )
-    divided = config_of(model, **{**keys, "island.decode_ranks": 2})
+    keys["island.decode_ranks"] = 2
+    divided = config_of(model, **keys)
+    del keys["island.decode_ranks"]
     assert f"it must be at least {2 * 4 * 512 * 9 * hidden * layers // 2}, " in refused(divided)
     assert refused(divided).endswith("(adapters.max_rank) on each of the 2 ranks of a worker")
     keys["adapters.host_bytes"] = needed
@@ -384,7 +387,8 @@ def test_a_disk_has_room_for_the_prefixes_of_all_workers(
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5000))
     (tmp_path / "pages").mkdir()
     (tmp_path / "pages" / "left.pages").write_bytes(bytes(1001))
-    keys = {"cache.host_bytes": 1 << 20, "cache.disk_path": str(tmp_path / "pages"), "cache.disk_bytes": 3001}
+    keys: dict[str, Any] = {"cache.host_bytes": 1 << 20, "cache.disk_bytes": 3001}
+    keys["cache.disk_path"] = str(tmp_path / "pages")
     assert refused(config_of(model, **keys)) == (
         f"cache.disk_bytes is 3001 for each of 2 workers; the disk of {tmp_path}/pages has room for 6001: at most 3000 "
         "are accepted"

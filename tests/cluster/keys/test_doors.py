@@ -335,7 +335,7 @@ def test_priorities_stay_within_a_keys_bounds(keyed: Keyed) -> None:
         status for _, status in asked
     ]
     refused = keyed.post(COMPLETIONS, {**BODY, "priority": 2}, key).json()["error"]["message"]
-    assert refused == f"priority is 2; 3 … 7 are accepted (the key '{keyed.name}')"
+    assert refused == f"priority is 2; it must be from 3 to 7 (the key '{keyed.name}')"
     keyed.opened.worker.priorities.clear()
     for tier in ({}, {"service_tier": "priority"}, {"service_tier": "flex"}):
         assert keyed.post(COMPLETIONS, {**BODY, **tier}, key).status_code == 200
@@ -350,7 +350,7 @@ def test_prompts_that_nobody_decodes_count(keyed: Keyed, path: str) -> None:
     keyed.opened.worker.width = json.loads((keyed.model / "config.json").read_text())["hidden_size"]
     used = keyed.post(path, body, key).json()["usage"]["prompt_tokens"]
     assert keyed.opened.worker.priorities[-1] == 2
-    assert "2 … 4 are accepted" in keyed.post(path, {**body, "priority": 5}, key).json()["error"]["message"]
+    assert "it must be from 2 to 4" in keyed.post(path, {**body, "priority": 5}, key).json()["error"]["message"]
     refused = keyed.post(COMPLETIONS, {**BODY, "max_tokens": 97}, key)
     assert refused.headers["x-ratelimit-remaining-tokens"] == str(100 - used)
     large = {"input": [[5] * 60, [6] * 60]} if path == "/v1/embeddings" else {"text_1": "x" * 400, "text_2": "y"}

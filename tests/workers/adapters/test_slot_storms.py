@@ -121,7 +121,8 @@ def test_storms(case: str, tmp_path: Path) -> None:
     folders = [save_adapter(oracle, tmp_path / str(seed), ATTENTION, seed=seed) for seed in range(NAMES)]
     made, counts = Made(model, folders, oracle), Counter[str]()
     for seed in range(2):
-        pair = Pair(made, **{"num_pages": 20, "sharing": bool(seed), **CASES[case]})
+        options: dict[str, Any] = {"num_pages": 20, "sharing": bool(seed), **CASES[case]}
+        pair = Pair(made, **options)
         storm = Storm(pair, seed)
         storm.run()
         counts += storm.refusals + Counter(parks=pair.decode_counters.parks)

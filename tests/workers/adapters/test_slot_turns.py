@@ -154,8 +154,8 @@ class Pair(LoopPair):
     """Requests by name, of adapters by their numbers."""
 
     def __init__(self, made: Made, slots: tuple[int, int], **options: Any) -> None:
-        parking = ParkingSettings(most=8, seconds=1e6)
-        super().__init__(made.model, adapters=made.folders, slots=slots, **{"parking": parking, **options})
+        options.setdefault("parking", ParkingSettings(most=8, seconds=1e6))
+        super().__init__(made.model, adapters=made.folders, slots=slots, **options)
         self.made = made
         self.asked: dict[str, tuple[list[int], int | None, Any]] = {}
 

@@ -90,7 +90,8 @@ def test_a_row_whose_step_is_in_flight_is_parked_once_that_is_read() -> None:
 def test_storms(parking: ParkingSettings, drafts: str, runner: type[ScriptedRunner]) -> None:
     counts = Counter[str]()
     for seed in range(3):
-        random, options = Random(seed), dict[str, Any]()
+        random = Random(seed)
+        options: dict[str, Any] = {}
         if drafts != "none":
             drafter = ScriptedDrafter(right=0.7, idle=0.2, seed=seed)
             options = {"drafter": drafter, "speculation": SpeculationSettings("ngram", LENGTH, 32)}

@@ -227,7 +227,3 @@ def main() -> None:
     print("begun", flush=True)
     with suppress(KeyboardInterrupt):
         print(json.dumps([asdict(one) for one in asyncio.run(run(storm))]), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -42,6 +42,7 @@ from tests.benchmarks.key_windows import passed_by_end, passed_first, surely_pas
 from tests.benchmarks.options import add_list, benchmark_parser
 from tests.benchmarks.results import at_least, at_most, print_result
 
+LOAD = "from tests.benchmarks.key_load import main; main()"  # in a process of its own
 MINUTE = 60.0
 SECONDS = 80.0
 KILLS = (0.3, 0.8)  # of a case's time: while nothing passes, and when the second minute has begun
@@ -186,7 +187,7 @@ def storm(running: Running, case: str, seconds: float) -> list[Outcome]:
         if frontend == HTTP or not one.is_open
     ]
     asked = Storm(seconds, running.grpc, running.http, streams, running.ca)
-    command, environment = running.command([sys.executable, "-m", "tests.benchmarks.key_load"])
+    command, environment = running.command([sys.executable, "-c", LOAD])
     events: list[tuple[float, Callable[[], None]]] = []
     if case == LOST and running.lose is not None:
         events = [(KILLS[0] * seconds, running.lose)]

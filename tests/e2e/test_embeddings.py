@@ -178,7 +178,7 @@ def test_the_command_reads_texts_and_lines(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("a", "--dimensions", "99999"), "--dimensions is 99999; 1 … "),
+        (("a", "--dimensions", "99999"), "--dimensions is 99999; it must be from 1 to "),
         (("a", "--prompt-name", "nobody"), "--prompt-name is 'nobody'"),
         (("a", "b", "a" * 9999, "--batch", "2"), "texts 2 … 2: inputs[0] has "),
         ((), "no text: give texts as arguments, or one on each line of stdin"),

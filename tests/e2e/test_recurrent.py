@@ -184,8 +184,8 @@ def test_layers_by_an_interval(tmp_path: Path) -> None:
     ("case", "method", "message"),
     [
         ("nemotron_h", "eagle3", "'eagle3'; layers of NemotronHForCausalLM are one block each, and a head takes what"),
-        ("nemotron_h", "mtp", "NemotronHForCausalLM has 0 layers for multi-token prediction, and a checkpoint with 1"),
-        ("kimi_linear", "mtp", "KimiLinearForCausalLM has 0 layers for multi-token prediction, and a checkpoint with"),
+        ("nemotron_h", "mtp", "NemotronHForCausalLM has 0 layers for multi-token prediction: give a checkpoint with 1"),
+        ("kimi_linear", "mtp", "KimiLinearForCausalLM has 0 layers for multi-token prediction: give a checkpoint with"),
     ],
 )
 def test_no_such_head_drafts_for_it(case: str, method: Any, message: str, tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_no_such_head_drafts_for_it(case: str, method: Any, message: str, tmp_pa
 def test_one_layer_for_multi_token_prediction_drafts(case: str, field: str, tmp_path: Path) -> None:
     """The layer has experts as the first layer has, and weights of its own."""
     rewrite(save_checkpoint(case, tmp_path), {field: 2, "decoder_sparse_step": 2})
-    with pytest.raises(UnsupportedFeature, match="has 2 layers for multi-token prediction, and a checkpoint with 1"):
+    with pytest.raises(UnsupportedFeature, match="has 2 layers for multi-token prediction: give a checkpoint with 1"):
         load_drafter_config(MTP, load_config(tmp_path))
     rewrite(tmp_path, {field: None})
     config = load_config(tmp_path)

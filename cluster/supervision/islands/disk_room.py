@@ -25,5 +25,5 @@ def check_disk_bytes(config: ClusterConfig) -> None:
     if cache.disk_bytes > most:
         raise ConfigError(
             f"cache.disk_bytes is {cache.disk_bytes} for each of {workers} workers; the disk of {there} has room for "
-            f"{room}: it may be at most {most}"
+            f"{room}: set at most {most}"
         )

@@ -390,8 +390,8 @@ def test_a_disk_has_room_for_the_prefixes_of_all_workers(
     keys: dict[str, Any] = {"cache.host_bytes": 1 << 20, "cache.disk_bytes": 3001}
     keys["cache.disk_path"] = str(tmp_path / "pages")
     assert refused(config_of(model, **keys)) == (
-        f"cache.disk_bytes is 3001 for each of 2 workers; the disk of {tmp_path}/pages has room for 6001: at most 3000 "
-        "are accepted"
+        f"cache.disk_bytes is 3001 for each of 2 workers; the disk of {tmp_path}/pages has room for 6001: set at most "
+        "3000"
     )
     check_host(config_of(model, **keys), own_ray=False)
     check_host(config_of(model, **keys | {"cache.disk_bytes": 3000}), own_ray=True)

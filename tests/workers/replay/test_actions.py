@@ -8,7 +8,7 @@ from tandem.workers.engine.watched_engine import PARAMETERS, WatchedEngine
 
 QUESTIONS = {"takes", "room", "sequence", "digest", "prefix_changes", "can_park", "held", "has_slot", "holds_adapter"}
 POLLS = {"mark", "peers_mark", "fence", "mailbox", "recalls_answered", "recalls_asked", "loss", "wait_for_ranks"}
-POLLS |= {"has_arrived", "below", "is_lifted", "tend", "adapter_read"}
+POLLS |= {"has_arrived", "below", "is_lifted", "tend", "adapter_read", "ranks_have_read"}
 OF_PEERS = {"part", "welcome"}  # who they are is no part of a record
 
 

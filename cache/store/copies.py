@@ -101,7 +101,7 @@ class PageCopies:
 
     @property
     def pending(self) -> bool:
-        """Whether a copy may be under way."""
+        """Returns whether a copy may be under way."""
         if self._under_way:
             for number in [one for one, queued in self._under_way.items() if queued.copy.is_done()]:
                 self._forget(number)
@@ -170,7 +170,7 @@ class PageCopies:
             copy.finish()
 
     def is_past(self, number: int) -> bool:
-        """Whether the copy with this number is done."""
+        """Returns whether the copy with this number is done."""
         return number not in self._under_way or self._under_way[number].copy.is_done()
 
     def mark(self) -> Callable[[], bool] | None:
@@ -246,8 +246,8 @@ class DirectLanes:
     """Copies synchronously, on a CPU."""
 
     def __init__(self, pools: Sequence[Tensor] = (), memory: Sequence[Tensor] = ()) -> None:
-        """For each layer group, its pool [num_pages, n] and its part of the store's memory [num_slots, n], in any
-        types of the same size."""
+        """pools, memory: each layer group's pool [num_pages, n] and part of the store's memory [num_slots, n], in types
+        of the same size."""
         self._pools, self._memories = pools, list[Sequence[Tensor]]()
         self.extend(memory)
 
@@ -272,4 +272,4 @@ class DirectLanes:
 
 
 NO_COPIES = PageCopies(DirectLanes())
-"""For a cache without a store."""
+"""The copies of a cache without a store."""

@@ -113,7 +113,7 @@ class HostMemory:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether copies may use all slots."""
+        """Returns whether copies may use all slots."""
         return all(pinned == len(shelf) for pinned, shelf in zip(self.pinned, self.shelves, strict=True))
 
 

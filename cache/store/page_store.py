@@ -26,9 +26,8 @@ PageNames = tuple[int, Sequence[bytes]]
 
 
 class StoreCounts(NamedTuple):
-    """What a store has and has done. capacity, used: bytes. The others count since it was made: pages that it copied
-    out of the pools and back, prompts for which it copied some back, and pages that it refused because they had
-    changed meanwhile."""
+    """A store's size and its counts. capacity, used: bytes. The others count since the store was made: pages copied out
+    of the pools and back, prompts for which pages came back, and pages refused because they had changed meanwhile."""
 
     capacity: int = 0
     used: int = 0
@@ -52,7 +51,7 @@ class PageStore(Protocol):
 
     @property
     def copies(self) -> PageCopies:
-        """Those under way. Whoever writes or reads their pages waits for them there."""
+        """The copies under way. A forward waits there before it writes or reads their pages."""
         ...
 
     def put(self, evicted: NamedPages) -> None:
@@ -61,7 +60,7 @@ class PageStore(Protocol):
         ...
 
     def has(self, digest: bytes) -> bool:
-        """Whether it has a page of that name in any group."""
+        """Returns whether it has a page of that name in any group."""
         ...
 
     def find(self, group: int, digests: Sequence[bytes]) -> NDArray[np.bool_]:
@@ -69,13 +68,13 @@ class PageStore(Protocol):
         ...
 
     def widen(self, num_slots: Sequence[int]) -> None:
-        """From now on it keeps up to so many pages of each layer group."""
+        """Keeps up to this many pages of each layer group from now on."""
         ...
 
     @property
     def ready_slots(self) -> tuple[int, ...] | None:
-        """How many pages of each group it has memory for by now, where that is more than it keeps. Depends on time,
-        so that whoever asks tells all ranks by widen(). From the owner's thread."""
+        """The pages of each group that its memory has room for by now, if more than it keeps. It depends on time, so
+        the asking rank tells all ranks by widen(). Only the owner's thread asks."""
         ...
 
     def digests(self) -> list[bytes]:
@@ -83,7 +82,7 @@ class PageStore(Protocol):
         ...
 
     def take_forgotten(self) -> list[bytes]:
-        """Digests of pages that it has forgotten since the last call; some of them it may have again, or of another
+        """Returns the digests of pages that it has forgotten since the last call. It may have some again, or in another
         group."""
         ...
 
@@ -99,7 +98,7 @@ class PageStore(Protocol):
 
     @property
     def has_disk(self) -> bool:
-        """Whether a disk is behind it."""
+        """Returns whether the store has a disk."""
         ...
 
     def find_below(self, group: int, digests: Sequence[bytes]) -> NDArray[np.bool_]:
@@ -111,13 +110,13 @@ class PageStore(Protocol):
         ...
 
     def lift(self, wanted: Sequence[PageNames]) -> int:
-        """Makes room for those of these pages that it has not, and begins to read them from the disk. The others count
-        as just used. Returns a number for is_lifted() and land(), 0 where there is no room, or nothing to be read. The
-        number is that of an earlier call where that reads all of them."""
+        """Makes room for the pages that it lacks, and begins to read them from the disk. The others count as just used.
+        Returns a number for is_lifted() and land(), 0 if there is no room or nothing to read. If an earlier call reads
+        all these pages, returns the number of that call."""
         ...
 
     def is_lifted(self, number: int) -> bool:
-        """Whether the pages of lift() have come, as far as they do. Depends on time: all ranks learn it by land()."""
+        """Returns whether lift() has done what it can. It depends on time: all ranks learn it by land()."""
         ...
 
     def land(self, number: int) -> int:
@@ -126,8 +125,8 @@ class PageStore(Protocol):
         ...
 
     def tend(self) -> list[bytes]:
-        """To be called often. Hands to the disk what is to be written there by now. Returns digests of pages that were
-        found on it since the last call."""
+        """Hands to the disk the pages that are due there. Returns digests of pages found on the disk since the last
+        call. The owner calls it often."""
         ...
 
     @property

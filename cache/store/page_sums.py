@@ -38,7 +38,7 @@ class PageSums:
         self._sums[slot] = total
 
     def are_bad(self, pages: Int32Array, slots: Sequence[int]) -> list[bool]:
-        """Whether pages[i] differs from what went to slots[i]. Waits for the device."""
+        """Returns whether pages[i] differs from what went to slots[i]. Waits for the device."""
         return [bool(self._sum(page) != self._sums[slot]) for page, slot in zip(pages.tolist(), slots, strict=True)]
 
     def _sum(self, page: int) -> Tensor:

@@ -39,8 +39,8 @@ class ParkedStore:
         make_lanes: MakeLanes | None = None,
     ) -> None:
         """pools: one for each layer group, see PagedKVCache. num_slots: pages of each group that it can hold. copies:
-        those of the store behind the prefix index, where there is one; both stores then use the same lanes. make_lanes:
-        None is by the pools' device."""
+        the copies of the store behind the prefix index, if there is one; both stores then use the same lanes.
+        make_lanes: None chooses lanes by the pools' device."""
         if len(num_slots) != len(pools) or min(num_slots) < 0:
             raise InvalidArgument(f"num_slots is {tuple(num_slots)}; it must be {len(pools)} counts of at least 0")
         self._page_bytes = [pool[0].nbytes for pool in pools]
@@ -66,22 +66,22 @@ class ParkedStore:
         return sequence in self._slots
 
     def fits(self, counts: Sequence[int]) -> bool:
-        """Whether there is room for this many pages of each group."""
+        """Returns whether there is room for this many pages of each group."""
         return all(count <= len(free) for count, free in zip(counts, self._free, strict=True))
 
     def put(self, sequence: int, pages: Sequence[Int32Array]) -> None:
-        """Copies a sequence's pages, int32 [n] of each group; see fits(). Whoever writes them next waits for that."""
+        """Copies a sequence's pages, int32 [n] of each group; see fits(). The next write to them waits for that."""
         slots = [[free.pop() for _ in ids] for free, ids in zip(self._free, pages, strict=True)]
         self._slots[sequence] = [np.array(own, np.int32) for own in slots]
         self.copies.down(self._moves(sequence, pages))
 
     def fetch(self, sequence: int, pages: Sequence[Int32Array]) -> None:
-        """Copies a sequence back into as many pages of each group, in the same order. Whoever reads or writes them next
-        waits for that."""
+        """Copies a sequence back into as many pages of each group, in the same order. The next read or
+        write of them waits for that."""
         self.copies.up(self._moves(sequence, pages))
 
     def drop(self, sequence: int) -> None:
-        """Frees a sequence's slots. What is copied there next waits for the copies of these. Idempotent."""
+        """Frees a sequence's slots. The next copies into them wait for the sequence's copies. Idempotent."""
         for free, own in zip(self._free, self._slots.pop(sequence, ()), strict=False):
             free += own[::-1].tolist()
 

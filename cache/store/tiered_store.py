@@ -28,8 +28,8 @@ class _Filled:
 
 
 class TieredStore(HostStore):
-    """Pages go to the disk soon after they have come to host memory, so that they are there when host memory needs the
-    slot, and when the process ends. They come back into host memory by lift() and land().
+    """Pages go to the disk soon after they have come to host memory. So the disk has them when host memory needs the
+    slot, or when the process ends. They come back into host memory by lift() and land().
 
         pages ──put──► host memory ──tend──► disk       a slot that is filled anew before it is written is lost
         pages ◄─fetch─ host memory ◄─lift, land─ disk   a slot is reserved while the disk fills it
@@ -145,11 +145,11 @@ class TieredStore(HostStore):
         self._filling += [_Filled(group, digest, slot, *rest) for (slot, digest), *rest in of_slots]
 
     def _is_there(self, of: _Filled) -> bool:
-        """From the disk's thread."""
+        """Returns whether the slot has not been filled anew. Runs on the disk's thread."""
         return int(self._filled[of.group][of.slot]) == of.times
 
     def _reserved(self, wanted: Sequence[tuple[int, list[bytes]]]) -> list[Reading] | None:
-        """What is to be read into slots that are reserved now; None where there are too few in some group."""
+        """Reserves slots. Returns what to read into them, or None if some group has too few."""
         taken, readings = list[tuple[int, list[bytes]]](), []
         for group, digests in wanted:
             slots = self._shelves[group].reserve(digests)

@@ -40,9 +40,9 @@ class DiskSpace(NamedTuple):
 
 
 class DiskCounts(NamedTuple):
-    """capacity, used: bytes of pages. The others count since it was opened: pages that were written and read, that were
-    not what their headers say, that went from host memory before they could be written, and reads and writes that
-    failed. adopted: pages that an earlier process had left."""
+    """capacity, used: bytes of pages. The others count since the disk was opened. written, read: pages. bad: pages
+    that were not what their headers say. lost: pages that left host memory before they could be written. failed: reads
+    and writes that failed. adopted: pages that an earlier process had left."""
 
     capacity: int = 0
     used: int = 0
@@ -132,7 +132,7 @@ class DiskPages:
                 self._changed.notify_all()
 
     def has(self, digest: bytes) -> bool:
-        """Whether it has a page of that name in any group."""
+        """Returns whether it has a page of that name in any group."""
         with self._changed:
             return any(digest in entries for entries in self._entries)
 
@@ -228,7 +228,7 @@ class DiskPages:
             return self._readings.popleft() if self._readings else self._writings.popleft()
 
     def _scan(self) -> None:
-        """What is on the disk already, the newest write of each page."""
+        """Finds the pages that are on the disk already, with the newest write of each."""
         for group, (files, shape) in enumerate(zip(self._files, self._shapes, strict=True)):
             found: dict[bytes, tuple[int, Entry]] = {}
             try:
@@ -337,7 +337,7 @@ class DiskPages:
             return partial(_raise, error)
 
     def _drop_forgotten(self, group: int) -> None:
-        """What a shelf has forgotten is not known any more."""
+        """Drops the entries of pages that a shelf has forgotten."""
         for digest in self._shelves[group].take_forgotten():
             if self._entries[group].pop(digest, None) is not None:
                 self._removed.append(digest)

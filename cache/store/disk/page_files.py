@@ -77,8 +77,8 @@ class FileShape:
 
 
 class PageFiles:
-    """Owned by one thread. A header is written behind its page and taken away before the page is written again, so
-    that a process that is killed leaves whole entries or none. Errors are OSErrors."""
+    """Owned by one thread. A header is written after its page, and cleared before the page is written again. So a
+    killed process leaves whole entries or none. Errors are OSErrors."""
 
     def __init__(self, folder: Path, group: int, shape: FileShape) -> None:
         self._folder, self._group, self.shape = folder, group, shape
@@ -110,7 +110,7 @@ class PageFiles:
         return self._room[: page.size]
 
     def write(self, slot: int, entry: Entry) -> None:
-        """What stage() has copied."""
+        """Writes the page that stage() has copied."""
         file, header, begin = self._places(slot)
         os.pwrite(file.headers, bytes(HEADER_BYTES), header)
         self._all(os.pwrite(file.direct, self._room[: self._stride].data, begin))
@@ -145,7 +145,7 @@ class PageFiles:
             raise OSError(f"{count} of {wanted} bytes of a page were moved")
 
     def _places(self, slot: int) -> tuple[OpenFile, int, int]:
-        """Its file, and where its header and its page begin there."""
+        """Returns a slot's file, and the bytes at which its header and its page begin there."""
         number, index = divmod(slot, self.shape.each)
         return self._file(number), index * HEADER_BYTES, self.shape.table_bytes + index * self._stride
 

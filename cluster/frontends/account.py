@@ -75,7 +75,7 @@ class ClusterAccount:
 
 
 def _add(info: inference_pb2.ClusterInfo, gateways: Gateways) -> None:
-    """To the list and to its sums."""
+    """Adds the gateways to the list and to its sums."""
     info.gateways.extend(gateways)
     info.queued += sum(gateway.queued for gateway in gateways)
     info.active += sum(gateway.active for gateway in gateways)

@@ -19,7 +19,7 @@ FOR_KEYS = (inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name, "g
 
 
 class AccessRequired(grpc.aio.ServerInterceptor):
-    """Ends calls of strangers with UNAUTHENTICATED, and those of a key to an operator's method with PERMISSION_DENIED.
+    """Ends strangers' calls with UNAUTHENTICATED, and a key's calls to an operator's method with PERMISSION_DENIED.
     All others find their Access in current_origin."""
 
     def __init__(self, gate: Gate, denied: Callable[[str], None]) -> None:

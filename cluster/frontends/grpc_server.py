@@ -68,8 +68,8 @@ def server_options(max_bytes: int) -> tuple[tuple[str, int], ...]:
 def bind_port(
     server: grpc.aio.Server, turns: CallTurns, host: str, port: int, *, shared: bool
 ) -> tuple[GuardedPort, str]:
-    """What opens the port once the server has started, and HOST:PORT; port 0 takes any free one. StartFailed when it
-    cannot be had.
+    """Returns the port, which opens once the server has started, and its HOST:PORT. Port 0 takes any free one. Raises
+    StartFailed if it cannot be had.
 
     shared: whether other processes of this user open the same port. The kernel gives each connection to one of them.
     """

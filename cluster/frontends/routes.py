@@ -64,7 +64,7 @@ BODIES: Mapping[str, type[BodyObject]] = MappingProxyType(
         UNLOAD: UnloadBody,
     }
 )
-"""What the routes take, for /openapi.json."""
+"""The bodies of the routes, for /openapi.json."""
 
 REQUESTS_A_ROUND = 8  # each takes a fifth of a millisecond, until its workers are asked
 

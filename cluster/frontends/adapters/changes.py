@@ -166,7 +166,7 @@ def _listed(adapter: Adapter, held: Sequence[inference_pb2.AdapterInfo], workers
 
 
 def _refuse_second(name: str, before: Adapter) -> NoReturn:
-    """In the words that vLLM's clients know."""
+    """Refuses the name in the words that vLLM's clients know."""
     raise AdapterRefused(
         f"The lora adapter {name!r} has already been loaded, from {before.path} with other weights. Remove it first, "
         "or replace it: set load_inplace to true, or give `tandem adapter add` the option --load-inplace."

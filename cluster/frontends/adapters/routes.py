@@ -67,7 +67,7 @@ class AdapterRoutes:
 
 
 def _in_own_words(error: InvalidRequest) -> HttpError:
-    """With the field's name in the body."""
+    """Returns the error with the name that the field has in the body."""
     text = str(error)
     name, _, rest = text.partition(" ")
     field = FIELDS.get(name)

@@ -42,10 +42,10 @@ async def messages_answer(
 
 
 class MessagesAnswer(TranslatedAnswer):
-    """To POST /v1/messages."""
+    """The answer to POST /v1/messages."""
 
     def __init__(self, model: str, parser: Callable[[], OutputParser | None]) -> None:
-        """parser: as that of ChatAnswer."""
+        """parser: as for ChatAnswer."""
         super().__init__(parser)
         self._model = model
         self._blocks: list[dict[str, Any]] = []
@@ -53,7 +53,7 @@ class MessagesAnswer(TranslatedAnswer):
         self._open = False
 
     def __copy__(self) -> Self:
-        """One that has seen no message."""
+        """Makes a second answer, which has seen no message."""
         return type(self)(self._model, self._make_parser)
 
     def end(self, request_id: str, usage: inference_pb2.Usage) -> Iterable[bytes]:

@@ -44,7 +44,7 @@ class ToolUseBlock(BodyObject):
 
 
 class ToolResultBlock(BodyObject):
-    """What a tool has answered."""
+    """The result of a tool call."""
 
     refused = frozenset()
 

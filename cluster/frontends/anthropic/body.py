@@ -58,7 +58,7 @@ class Thinking(BodyObject):
 
 
 class OutputFormat(BodyObject):
-    """What the output follows."""
+    """The format that the output follows."""
 
     refused = frozenset()
 
@@ -79,7 +79,7 @@ class OutputConfig(BodyObject):
 
 
 class ChatLikeBody(TranslatedBody):
-    """What a prompt is made of."""
+    """The fields that a prompt is made of."""
 
     renamed = MappingProxyType(
         {

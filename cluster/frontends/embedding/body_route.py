@@ -61,7 +61,7 @@ class BodyRoute:
             held.release()
 
     def frame(self, prefix: str, request_id: str) -> dict[str, Any]:
-        """What an answer begins with."""
+        """The fields that an answer begins with."""
         return {"id": f"{prefix}-{request_id}", "created": int(time.time()), "model": self.names[0]}
 
 

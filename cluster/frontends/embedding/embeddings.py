@@ -28,7 +28,7 @@ PARAMS = {"inputs": "input", "dimensions": "dimensions", "prompt": "prompt", "pr
 
 
 def _kind(given: object) -> str:
-    """What an input is taken for, by its first entry."""
+    """Returns the kind of an input, by its first entry."""
     if not isinstance(given, list):
         return "one-text"
     first = given[0] if given else None
@@ -77,7 +77,7 @@ class EmbeddingBody(ReadFields):
 
 
 class AskedEmbeddings(NamedTuple):
-    """What a body asks for."""
+    """The embeddings that a body asks for."""
 
     request: inference_pb2.EmbedRequest
     is_base64: bool

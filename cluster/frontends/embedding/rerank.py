@@ -74,13 +74,13 @@ class RerankBody(ReadFields):
 
 
 class AskedScores(NamedTuple):
-    """What a body asks for."""
+    """The scores that a body asks for."""
 
     pairs: Pairs
 
 
 class AskedRanking(NamedTuple):
-    """What a body asks for."""
+    """The ranking that a body asks for."""
 
     pairs: Pairs
     top_n: int

@@ -23,7 +23,7 @@ def header(scope: Scope, name: str) -> list[str]:
 
 
 def credentials_of(scope: Scope) -> list[str]:
-    """What the caller shows to be let in: as Authorization has it, or Anthropic's clients' own header."""
+    """Returns the credentials that the caller shows, in Authorization or in the header of Anthropic's clients."""
     return header(scope, HEADER) or [f"Bearer {key}" for key in header(scope, "x-api-key")]
 
 
@@ -41,7 +41,7 @@ def host_of(scope: Scope) -> str:
 
 
 async def unless_gone(receive: Receive, work: "asyncio.Task[T]") -> T:
-    """What the work returns. ClientGone, and it is cancelled, when the client has gone."""
+    """Returns what the work returns. If the client goes, cancels the work and raises ClientGone."""
     unwatched(work)
     gone = unwatched(asyncio.ensure_future(_disconnected(receive)))
     try:

@@ -151,12 +151,12 @@ class Connection(H11Protocol):
 
     @property
     def _is_parsed_on(self) -> bool:
-        """Whether there is something that can be parsed now: a request waits until the one before is answered."""
+        """Returns whether bytes can be parsed now. A request waits until the one before is answered."""
         parses = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
         return bool(self._unread) and parses and not self.flow.read_paused and not self.transport.is_closing()
 
     def _piece(self) -> bytes:
-        """What h11 gets next: a whole head, or some of a body. Empty while a head is not whole."""
+        """The bytes that h11 gets next: a whole head, or some of a body. Empty while a head is not whole."""
         if self.conn.their_state is h11.IDLE:
             end = END_OF_HEAD.search(self._unread, max(0, self._searched - 2), MOST_HEAD)
             if end is None and len(self._unread) <= MOST_HEAD and self._unread[0] > ord(" "):
@@ -171,13 +171,13 @@ class Connection(H11Protocol):
         return piece
 
     def _still_sends(self) -> bool:
-        """Whether more of a request may come, or has come and is not read."""
+        """Returns whether more of a request may come, or has come and is not read."""
         state = self.conn.their_state
         return self.conn.is_broken or state is h11.SEND_BODY or (bool(self._unread) and state is not h11.IDLE)
 
     @property
     def _is_asked_in_full(self) -> bool:
-        """Whether a request without an answer is there with its body."""
+        """Returns whether a request has come with its whole body and is not answered."""
         return self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
 
     def _look_for_client(self) -> None:

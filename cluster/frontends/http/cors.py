@@ -15,7 +15,7 @@ NAMES = re.compile(r"[\w!#$%&'*+.^`|~, -]{0,1024}", re.ASCII)
 
 
 class Cors:
-    """Tells browsers what pages of these origins may do. They send tokens as headers, never as cookies."""
+    """Tells browsers what pages from these origins may do. They send tokens as headers, never as cookies."""
 
     def __init__(self, origins: Sequence[str]) -> None:
         """origins: SCHEME://HOST[:PORT] each, or "*" for all; none lets no page in."""
@@ -32,7 +32,7 @@ class Cors:
         return vary | {"access-control-allow-origin": origin, "access-control-expose-headers": SHOWN}
 
     def is_question(self, scope: Scope) -> bool:
-        """Whether a browser asks ahead what a page may send (a preflight). It shows no token then."""
+        """Returns whether a browser asks ahead what a page may send (a preflight). It shows no token then."""
         asks = scope["method"] == "OPTIONS" and header(scope, "access-control-request-method")
         return bool(self._origins and asks and header(scope, "origin"))
 
@@ -49,7 +49,7 @@ class Cors:
         await reply.content(200, b"", "text/plain", allowed)
 
     def _allowed(self, scope: Scope) -> str | None:
-        """What allows the caller's origin: itself, or any. None where nothing does."""
+        """Returns the origin that the answer allows: the caller's, or any. None if the caller's is not allowed."""
         if ANY in self._origins:
             return ANY
         (origin, *more) = header(scope, "origin") or [""]

@@ -13,7 +13,7 @@ TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_
 MODEL_NOT_FOUND = "model_not_found"
 """The code of an error about a model that is not served, or not to the caller."""
 RATE_LIMITED = "rate_limit_exceeded"
-"""That of a refusal by a limit of the caller's key."""
+"""The code of an error by which a limit of the caller's key refuses a call."""
 
 
 class HttpError(Exception):

@@ -46,7 +46,7 @@ class JsonList:
 
     @property
     def blocks(self) -> Iterator[bytes]:
-        """Its JSON."""
+        """Returns the list's JSON."""
         return chain((b"[",), self._full, (bytes(self._open), b"]"))
 
     def _add(self, entries: Iterable[bytes | bytearray]) -> None:
@@ -71,7 +71,7 @@ def json_blocks(value: object, begin: bytes = b"", end: bytes = b"") -> Iterator
     held: list[bytes] = []
     size = 0
     for piece in chain((begin,), _pieces(value), (end,)):
-        if len(piece) >= BLOCK_BYTES:  # a JsonList's own, of which there is no need for a second one
+        if len(piece) >= BLOCK_BYTES:  # a JsonList's own; no second one is needed
             if held:
                 yield b"".join(held)
             yield piece
@@ -87,7 +87,7 @@ def json_blocks(value: object, begin: bytes = b"", end: bytes = b"") -> Iterator
 
 
 def _left_of(most: int, value: object) -> int:
-    """What a value of JSON's own types leaves of so many characters, some for each number; less than 0 for others."""
+    """Returns how many of `most` characters a plain value leaves, with 8 for a number; less than 0 for other types."""
     if isinstance(value, str):
         return most - len(value)
     if value is None or isinstance(value, int | float):
@@ -164,5 +164,5 @@ def _groups(entries: Iterable[T], value_of: Callable[[T], object]) -> Iterator[S
 
 
 def _is_plain(value: object) -> bool:
-    """Whether it is encoded in no time."""
+    """Returns whether encoding the value takes no time."""
     return value is None or isinstance(value, int | float) or (isinstance(value, str) and len(value) <= SLICE)

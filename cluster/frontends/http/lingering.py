@@ -20,7 +20,7 @@ class LingeringTransport(asyncio.Transport):
     def __init__(
         self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop, still_sends: Callable[[], bool]
     ) -> None:
-        """still_sends: whether more of a request may be on its way. Else close() is that of the transport."""
+        """still_sends: whether more of a request may be on its way. Else close() closes the transport."""
         super().__init__()
         self._transport = transport
         self._loop = loop
@@ -30,7 +30,7 @@ class LingeringTransport(asyncio.Transport):
 
     @property
     def is_closed(self) -> bool:
-        """Whether it does not linger any more, or never did."""
+        """Returns whether it lingers no more, or never did."""
         return self._transport.is_closing()
 
     def close(self) -> None:

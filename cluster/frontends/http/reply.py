@@ -11,7 +11,7 @@ from tandem.cluster.frontends.http.json_blocks import BLOCK_BYTES, encode, json_
 
 EVENTS = "text/event-stream; charset=utf-8"
 BODY_BYTES = "body_bytes"
-"""In a scope's state: how many bytes of the body have come, with the framing of its chunks."""
+"""The key in a scope's state for how many bytes of the body have come, with the framing of its chunks."""
 LAST_SECONDS = 60.0  # for a client to read the end of its answer, and more for a long one:
 LEAST_BYTES_A_SECOND = 1 << 16
 
@@ -28,7 +28,7 @@ class ErrorForm:
         return error.body
 
     def headers(self, limits: Sequence[LimitState]) -> dict[str, str]:
-        """What is left of a key's limits."""
+        """Returns the headers that show what is left of a key's limits."""
         return {
             f"x-ratelimit-{name}-{one.unit}": value
             for one in limits

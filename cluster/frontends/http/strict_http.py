@@ -69,7 +69,7 @@ class StrictHttp(h11.Connection):
 
     @property
     def content_left(self) -> int:
-        """How many of the bytes to come are the body's content for certain. 0 where framing comes next."""
+        """Returns how many of the next bytes are surely the body's content. 0 if framing comes next."""
         if self.their_state is not h11.SEND_BODY:
             return 0
         # What h11's readers of bodies count. Where one does not say, bodies come in small pieces.
@@ -77,7 +77,7 @@ class StrictHttp(h11.Connection):
 
     @property
     def _is_nearly_read(self) -> bool:
-        """Whether the end of the body is near, and its client sends it in any case."""
+        """Returns whether the end of the body is near, and its client sends it in any case."""
         left = getattr(self._reader, "_remaining", None)
         return left is not None and left <= MOST_UNREAD and not self.they_are_waiting_for_100_continue
 

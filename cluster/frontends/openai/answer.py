@@ -219,8 +219,8 @@ def event_blocks(data: dict[str, Any], name: str = "") -> Iterator[bytes]:
 
 
 def token_name(token_id: int, tokenizer: Tokenizer | None, part: str = "") -> str:
-    """Its text. The bytes of a part of a character are escaped, behind `part`, so that unlike tokens have unlike names.
-    tokenizer None: its id."""
+    """Returns a token's text, or its id if tokenizer is None. Bytes of a part of a character are escaped and follow
+    `part`, so that unlike tokens have unlike names."""
     if tokenizer is None:
         return f"token_id:{token_id}"
     data = tokenizer.token_bytes(token_id)

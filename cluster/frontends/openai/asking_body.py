@@ -13,7 +13,7 @@ from tandem.proto import inference_pb2
 
 
 class AskingBody(BodyObject, ABC):
-    """What GenerationRoute needs of a body. The request validator checks limits."""
+    """The body that GenerationRoute reads. The request validator checks limits."""
 
     open_ended: ClassVar[int | None] = None
     """See RequestValidator.validate."""
@@ -35,7 +35,7 @@ class AskingBody(BodyObject, ABC):
 
     @property
     def num_answers(self) -> int:
-        """To each prompt."""
+        """The number of answers to each prompt."""
         return 1
 
     @property

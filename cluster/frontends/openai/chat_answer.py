@@ -61,7 +61,7 @@ class ChatAnswers:
 
 
 class ChatAnswer(Answer):
-    """To POST /v1/chat/completions."""
+    """The answer to POST /v1/chat/completions."""
 
     prefix = "chatcmpl"
     whole_object = "chat.completion"

@@ -76,7 +76,7 @@ class ChatBody(ToolFields, GenerationBody):
 
     @property
     def begins(self) -> bool:
-        """Whether the prompt ends in the begin of an answer."""
+        """Returns whether the prompt ends with the beginning of an answer."""
         return self.add_generation_prompt is not False and not self.continue_final_message
 
     @property

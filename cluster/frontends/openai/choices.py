@@ -33,7 +33,7 @@ class Choices:
         return answer.events(message)
 
     def end(self) -> Iterable[bytes]:
-        """What stands behind the last message of a stream."""
+        """Returns the blocks that follow the last message of a stream."""
         answer = self._answers.get(0, self._fresh)
         return answer.end(self._name, self._usage)
 

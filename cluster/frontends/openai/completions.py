@@ -31,7 +31,7 @@ COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")  # of logp
 
 
 def _kind(prompt: object) -> str:
-    """What a prompt is taken for, by its first entry."""
+    """Returns the kind of a prompt, by its first entry."""
     if not isinstance(prompt, list):
         return "one-text"
     first = prompt[0] if prompt else None
@@ -135,7 +135,7 @@ async def completion_answer(
 
 
 class CompletionAnswer(Answer):
-    """To POST /v1/completions."""
+    """The answer to POST /v1/completions."""
 
     prefix = "cmpl"
     whole_object = chunk_object = "text_completion"

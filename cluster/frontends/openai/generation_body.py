@@ -24,7 +24,7 @@ TOO_LONG = re.compile(
     r"takes at most (?P<most>\d+) and one output| of (?P<all>\d+) leaves at most|"
     r"which (?P<text>\d+) of the model's longest"
 )
-"""What the validator says of a request that the context has no room for."""
+"""The validator's errors for a request that the context has no room for."""
 
 
 def _biases(value: Any) -> Any:
@@ -64,9 +64,9 @@ class GenerationBody(GuidedFields, AskingBody, SamplingFields):
     renamed: ClassVar[Mapping[str, str]]
     """This body's name for each field that the gateway's messages name otherwise."""
     prompt_field: ClassVar[str]
-    """What may be large: see without_prompt()."""
+    """The field that may be large: see without_prompt()."""
     token_ids_only: ClassVar[str]
-    """What a body of this kind says in place of TOKEN_IDS_ONLY."""
+    """The text that replaces TOKEN_IDS_ONLY in this body's errors."""
 
     stream_options: StreamOptions | None = Field(
         default=None, description="an object with include_usage and continuous_usage_stats"
@@ -102,7 +102,7 @@ class GenerationBody(GuidedFields, AskingBody, SamplingFields):
 
     @property
     def num_answers(self) -> int:
-        """To each prompt."""
+        """The number of answers to each prompt."""
         return self.n or 1
 
     @property
@@ -111,12 +111,12 @@ class GenerationBody(GuidedFields, AskingBody, SamplingFields):
 
     @property
     def tells_usage(self) -> bool:
-        """Whether each chunk has usage, as in vLLM only beside include_usage."""
+        """Returns whether each chunk has usage. As in vLLM, it takes include_usage, too."""
         return self.includes_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     @property
     def tells_prompt(self) -> bool:
-        """Whether the answer needs the prompt's token ids, or their number."""
+        """Returns whether the answer needs the prompt's token ids, or their number."""
         return self.return_token_ids or self.tells_usage
 
     def requests(self) -> list[inference_pb2.GenerateRequest]:

@@ -33,7 +33,7 @@ SAMPLING = [field for field in inference_pb2.SamplingParams.DESCRIPTOR.fields if
 
 OF_SEVERAL = ("max_tokens", "n", "best_of", "logprobs", "prompt_logprobs")
 ONE_ANSWER = [field for field in SAMPLING if field.name not in OF_SEVERAL]
-"""Those of APIs whose calls have one answer, and other names for its length and its log-probabilities."""
+"""The sampling fields of APIs whose calls have one answer, and which name length and log-probabilities otherwise."""
 
 if TYPE_CHECKING:
 

@@ -49,7 +49,7 @@ class TokenizeBody(ToolFields):
 
     @property
     def request(self) -> inference_pb2.GenerateRequest:
-        """One that has this prompt. Raises InvalidRequest and HttpError."""
+        """Returns a request with this prompt. Raises InvalidRequest and HttpError."""
         options: dict[str, Any] = {"add_special_tokens": self.add_special_tokens}
         if self.messages is None:
             return build_request(self.prompt or "", _given(options), None)
@@ -124,7 +124,7 @@ class Tokenization:
     async def _read(
         self, scope: Scope, receive: Receive, read: Callable[[bytes | bytearray, tuple[str, ...]], T]
     ) -> tuple[T, bool]:
-        """What the body says, and whether it is long."""
+        """Reads the body. Returns what `read` makes of it, and whether it is long."""
         host = host_of(scope)
         held = self.bodies.open(host)
         try:
@@ -145,7 +145,7 @@ class Tokenization:
 
 
 def read_tokenize(data: bytes | bytearray, names: tuple[str, ...]) -> tuple[bool, inference_pb2.GenerateRequest]:
-    """Whether tokens are to be named, and a request that has this prompt. Raises HttpError."""
+    """Returns a request with the body's prompt, and whether the answer names tokens. Raises HttpError."""
     body, _ = read_object(TokenizeBody, data)
     check_model(body.model, names)
     if (body.prompt is None) == (body.messages is None):

@@ -23,7 +23,7 @@ SHAPES = frozenset({"type", "$ref", "$dynamicRef", "$recursiveRef", "anyOf", "on
 
 
 class FunctionCall(BodyObject):
-    """What the model said. arguments: JSON, as it wrote it."""
+    """A call that the model made. arguments: JSON, as the model wrote it."""
 
     refused = frozenset()
 
@@ -45,7 +45,7 @@ ToolCalls = TypeAliasType("ToolCalls", Annotated[list[ToolCall], FailFast(), Fie
 
 
 class Function(BodyObject):
-    """What the model may call. Where a call is forced, it follows the parameters, whatever strict says."""
+    """A function that the model may call. A forced call follows the parameters, whatever strict says."""
 
     refused = frozenset()
 
@@ -112,7 +112,7 @@ class ToolFields(BodyObject):
 
     @property
     def template_tools(self) -> str:
-        """For the chat template, as JSON; empty where it is to show none."""
+        """The tools for the chat template, as JSON. Empty if it shows none."""
         if not self.tools or self.tool_choice == "none":
             return ""
         return json.dumps([tool.model_dump(exclude_none=True) for tool in self.tools])
@@ -129,7 +129,7 @@ class ToolFields(BodyObject):
 
     @property
     def tool_guide(self) -> dict[str, Any] | None:
-        """What the output follows where a call is forced, as SamplingParams.guided of build_request()."""
+        """The schema that a forced call follows, as SamplingParams.guided of build_request()."""
         calls = self.calls
         if calls is None or not calls.forced or (calls.named and calls.named not in calls.schemas):
             return None

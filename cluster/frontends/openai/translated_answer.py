@@ -18,7 +18,7 @@ class TranslatedAnswer(AnyAnswer):
     """Collects one answer; events say what each message has added to it."""
 
     def __init__(self, parser: Callable[[], OutputParser | None]) -> None:
-        """parser: as that of ChatAnswer."""
+        """parser: as for ChatAnswer."""
         self._make_parser = parser
         self._parser = parser()
         self._begun = False

@@ -20,7 +20,7 @@ class TranslatedBody(AskingBody):
     renamed: ClassVar[Mapping[str, str]]
     """This API's name for each field of the chat that has another one."""
     prompt_fields: ClassVar[tuple[str, ...]]
-    """What may be large: see without_prompt()."""
+    """The fields that may be large: see without_prompt()."""
     open_ended = ChatBody.open_ended
 
     _chat: ChatBody = PrivateAttr()

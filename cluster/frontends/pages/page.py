@@ -14,7 +14,7 @@ NAMES = {STATUS_PAGE: ("status", "tandem"), DOCS_PAGE: ("docs", "API of tandem")
 
 
 def pages(*paths: str, metrics: bool) -> dict[str, Handler]:
-    """What answers each of these paths. metrics: whether /metrics is at the same address."""
+    """Returns the handler of each path. metrics: whether /metrics is at the same address."""
     there = ("metrics",) * metrics + ("docs",) * (DOCS_PAGE in paths)
     return {path: Page(*NAMES[path], there).serve for path in paths}
 

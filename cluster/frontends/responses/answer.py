@@ -115,12 +115,12 @@ async def responses_answer(
 
 
 class ResponsesAnswer(TranslatedAnswer):
-    """To POST /v1/responses."""
+    """The answer to POST /v1/responses."""
 
     def __init__(
         self, body: ResponsesBody, model: str, tokenizer: Tokenizer | None, parser: Callable[[], OutputParser | None]
     ) -> None:
-        """parser: as that of ChatAnswer."""
+        """parser: as for ChatAnswer."""
         super().__init__(parser)
         self._tokenizer = tokenizer
         self._body = body
@@ -130,7 +130,7 @@ class ResponsesAnswer(TranslatedAnswer):
         self._number = 0  # of the next event
 
     def __copy__(self) -> Self:
-        """One that has seen no message."""
+        """Makes a second answer, which has seen no message."""
         return type(self)(self._body, self._model, self._tokenizer, self._make_parser)
 
     def end(self, request_id: str, usage: inference_pb2.Usage) -> Iterable[bytes]:

@@ -44,7 +44,7 @@ class CallItem(BodyObject):
 
 
 class CallOutputItem(BodyObject):
-    """What a tool has answered."""
+    """The result of a tool call."""
 
     refused = frozenset()
 

@@ -78,7 +78,7 @@ class PeerLinks:
         return grpc.aio.secure_channel(peer, self._identity.channel_credentials(), options=named)
 
     async def give_way(self, client_column: int) -> bool:
-        """Whether another process has ended a waiting request of that client. Those that have most are asked first."""
+        """Returns whether another process has ended a waiting request of that client. Asks where it has most, first."""
         having = [other for other in self._table.others() if self._table.of(other, client_column)]
         for other in sorted(having, key=lambda other: -self._table.of(other, client_column)):
             request = peer_pb2.GiveWayRequest(client=client_column)
@@ -112,7 +112,7 @@ class PeerLinks:
         return [inference_pb2.GatewayProcessInfo(host=host.address)] if answer is None else [*answer.gateways]
 
     async def placed(self) -> list[tuple[Int64Array, Int64Array]]:
-        """What each other host has placed, if it answers: cells of GatewayTable.placed, and the tokens in each."""
+        """Asks each other host what it has placed: cells of GatewayTable.placed, and the tokens in each."""
         request = peer_pb2.GetPlacedRequest()
         asked = (self._first(host, lambda stub: stub.GetPlaced(request, timeout=PLACED_SECONDS)) for host in self.hosts)
         found = [one for one in await asyncio.gather(*asked) if one is not None]
@@ -139,7 +139,7 @@ class PeerLinks:
         return None
 
     def turn(self, process: int, processes: int) -> tuple[int, int]:
-        """The place of a process of this host among those of all hosts that have as many, and how many these are."""
+        """Returns a process's number among the processes of all hosts, if each has `processes`, and their count."""
         numbers = sorted({self._number, *(host.number for host in self.hosts)})
         return numbers.index(self._number) * processes + process, len(numbers) * processes
 

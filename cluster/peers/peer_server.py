@@ -28,7 +28,7 @@ Find = Callable[[str], admin_pb2.Trace | None]
 
 @dataclass(frozen=True)
 class Abroad:
-    """For processes of other hosts, which have to show a certificate of the authority of `identity`."""
+    """The server for other hosts' processes, which must show a certificate of the authority of `identity`."""
 
     host: str  # the address of this one
     identity: Identity

@@ -106,7 +106,7 @@ class GatewayTable:
 
     @staticmethod
     def tokens_column(client_column: int) -> int:
-        """What the waiting requests of a client ask for."""
+        """The column for the tokens that a client's waiting requests ask for."""
         return client_column + CLIENT_CELLS
 
     def largest_client(self, *, by_tokens: bool) -> tuple[int, int]:
@@ -126,7 +126,7 @@ class GatewayTable:
         self._cells[self._own + column] = value
 
     def add(self, column: int, amount: int) -> None:
-        """What others write before they look is seen after this: of two processes that add and look, one sees both."""
+        """Adds to a cell; a later look sees earlier writes. Of two processes that add and then look, one sees both."""
         self._cells[self._own + column] += amount
         self.fence()
 
@@ -146,7 +146,7 @@ class GatewayTable:
         return self._cells, (*(row + column for row in others), self._first_far + column - SINGLE)
 
     def placed_index(self, columns: Sequence[int]) -> Int64Array:
-        """For cells_at(), [columns, processes + 1]: cells of each process of this host, and of other hosts together.
+        """Returns the index for cells_at(), [columns, processes + 1]: each process of this host, then all other hosts.
 
         columns: of placed_columns().
         """
@@ -159,16 +159,16 @@ class GatewayTable:
 
     @property
     def placed(self) -> Int64Array:
-        """What this host's processes have placed, [workers' cells]: all placed_columns() in order."""
+        """The tokens that this host's processes have placed, [workers' cells]: all placed_columns() in order."""
         return self._placed.sum(0)
 
     @property
     def placed_everywhere(self) -> Int64Array:
-        """What all hosts' processes have placed, as `placed`."""
+        """The tokens that all hosts' processes have placed, as `placed`."""
         return self.placed + self._far
 
     def put_far(self, placed: Int64Array) -> None:
-        """What all other hosts have placed, as `placed`. One process of a host writes it."""
+        """Records what all other hosts have placed, as `placed`. One process of a host writes it."""
         self._far[:] = placed
 
     def highest(self, column: int) -> int:
@@ -212,7 +212,7 @@ class GatewayFile:
         self.table.keys[-1, KEY_TABLE] = secrets.randbits(62)
 
     def close(self) -> None:
-        """Who has it open keeps it. Idempotent."""
+        """Closes this process's file. Processes that have the table open keep it. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

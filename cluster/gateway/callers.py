@@ -32,5 +32,5 @@ class Callers:
             await self.book.look()
 
     def tasks(self) -> list[Coroutine[Any, Any, None]]:
-        """What runs beside the calls."""
+        """Returns the tasks that run beside the calls."""
         return [] if self.book is None else [self.book.run(), *(one.run() for one in self._far)]

@@ -130,7 +130,7 @@ class Gateway:
         return self._addresses
 
     def _make_routing(self) -> None:
-        """What places requests, and what it asks of other processes."""
+        """Makes the parts that place requests and ask other processes."""
         settings, section = self._settings, self._settings.config.gateway
         bound = settings.token_seconds
         policy = POLICIES[section.routing_policy] if bound is None else adaptive(bound, colocated=self._colocated)
@@ -192,7 +192,7 @@ class Gateway:
         )
 
     def _start_tasks(self) -> None:
-        """What runs beside the calls until stop()."""
+        """Starts the tasks that run beside the calls until stop()."""
         settings, bound = self._settings, self._settings.token_seconds
         if settings.warm_up and settings.process == 0:  # once is enough
             self._warm_up = WarmUp(self._islands, self._router, self._model.limits, local=bound is not None)
@@ -206,7 +206,7 @@ class Gateway:
             self._tasks.append(asyncio.create_task(Rebalancer(self._islands, self._requests, bound, turn).run()))
 
     async def _make_servers(self, turns: CallTurns) -> None:
-        """With their services. Only the one for other processes has its port."""
+        """Makes the servers with their services. Only the one for other processes opens its port here."""
         self._limit = CallLimit(self._settings.config.gateway.max_calls, self._table)
         scrape = self._scrape()
         adaptive = self._settings.token_seconds is not None
@@ -254,7 +254,7 @@ class Gateway:
         return peers
 
     def _grpc_server(self, turns: CallTurns) -> grpc.aio.Server:
-        """With its services, without a port."""
+        """Makes the gRPC server with its services, without a port."""
         gate, rejected = self._callers.gate, self._metrics.rejected_grpc
         server = grpc_server(self._limit, self._bodies, gate, self._max_bytes, turns, rejected)
         model = model_info(self._names.model, self._model, self._tokenizer)
@@ -348,7 +348,7 @@ class Gateway:
         """Returns when the event loop comes to it."""
 
     async def update_island(self, state: IslandState) -> None:
-        """What the island's supervisor says of it. New workers serve at once, and are warm when this returns."""
+        """Takes the island's state from its supervisor. New workers serve at once, and are warm when this returns."""
         has_new = await self._islands.update(state)
         self._router.look_again()
         if has_new:
@@ -360,20 +360,20 @@ class Gateway:
         await self._tell_health()
 
     async def update_adapters(self, adapters: AdapterSet) -> None:
-        """Which LoRA adapters are served from now on."""
+        """Serves these LoRA adapters from now on."""
         self._adapters.update(adapters)
         self._router.look_again()
 
     async def update_hosts(self, hosts: GatewayHosts) -> None:
-        """Which hosts have gateways."""
+        """Takes the hosts that have gateways."""
         self._links.update_hosts(hosts)
 
     async def update_scaling(self, state: ScalingState) -> None:
-        """What the scaling policy is about."""
+        """Takes the state of the scaling policy, for GetClusterInfo."""
         self._account.scaling = inference_pb2.ScalingInfo(**asdict(state))
 
     async def update_outage(self, outage: Outage) -> None:
-        """Why nothing can be started now."""
+        """Takes the reason why nothing can be started now. Ignores an older version."""
         if outage.version > self._account.outage.version:
             self._account.outage = outage
 

@@ -20,7 +20,7 @@ def open_tracer(config: ClusterConfig) -> tuple[Tracer, Callable[[], None]]:
 
 
 def observers_of(config: ClusterConfig, model: str, metrics: RequestMetrics, tracer: Tracer) -> list[Observe]:
-    """Those that the configuration asks for. model: the name in the access log, where a request has no adapter."""
+    """Makes the observers that the configuration asks for. model: what the access log names without an adapter."""
     observers: list[Observe] = []
     if config.metrics.enabled:
         observers.append(metrics.observe)

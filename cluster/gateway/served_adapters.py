@@ -33,13 +33,13 @@ class ServedAdapters:
         self._book = None if settings.table else AdapterBook(self._section.max_adapters, settings.adapters)
 
     def route(self, islands: Islands) -> AdapterChanges:
-        """What changes them. islands: whose workers get them."""
+        """Makes the route that changes the adapters. islands: their workers get them."""
         self._loads = AdapterLoads(islands, self.names)
         self.changes = AdapterChanges(self._section, self.names, self._loads, islands, self._commit)
         return self.changes
 
     def tasks(self) -> list[Coroutine[Any, Any, None]]:
-        """What runs beside the calls."""
+        """Returns the tasks that run beside the calls."""
         return [self._loads.run()] if self._brings else []
 
     async def bring(self) -> None:

@@ -44,17 +44,17 @@ class GatewaySettings:
 
     @property
     def origin(self) -> int:
-        """The origin of this process's claims, unlike that of all others."""
+        """The origin of this process's claims. No other process has the same."""
         return self.number * 64 + self.process  # gateway.processes is at most 64
 
     @property
     def attempt_prefix(self) -> str:
-        """How the ids begin under which workers know the requests of this start of this process."""
+        """The prefix of the request ids that this start of this process gives to workers."""
         return f"{self.number}-{self.process}.{self.incarnation}."
 
     @property
     def shares_ports(self) -> bool:
-        """Whether others may listen on its ports: those of this cluster, and of one that replaces it."""
+        """Returns whether other processes may listen on its ports: of this cluster, and of one that replaces it."""
         return bool(self.table)
 
 

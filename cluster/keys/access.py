@@ -26,7 +26,7 @@ class Access:
         return request_id
 
     def allows(self, model: str) -> bool:
-        """Whether requests may name this model or adapter."""
+        """Returns whether requests may name this model or adapter."""
         return True
 
     def priorities(self, first: int, last: int) -> tuple[int, int]:

@@ -17,7 +17,7 @@ class Gate:
 
     @property
     def is_open(self) -> bool:
-        """Whether it admits everybody."""
+        """Returns whether the gate admits everybody."""
         return self._admits is None
 
     def access(self, credentials: Sequence[object]) -> Access | None:

@@ -2,7 +2,7 @@
 
     row     changes   ids, 1 a slot      slot 0: requests of 64 seconds, tokens of 64 seconds, sums     slot 1 …
 
-The second that a cell counts stands in the cell, so that nobody has to empty the cells of a process that is gone.
+A cell holds the second that it counts, so the cells of a process that is gone need no emptying.
 Seconds are monotonic, which all processes of a host share: a step of the clock changes nothing.
 """
 
@@ -94,8 +94,8 @@ class KeyCells:
         assert np.shares_memory(self._rings, rows), "a copy would be seen by nobody"
 
     def open(self, ids: Collection[int], second: int) -> dict[int, Slot]:
-        """A slot for each id: the one that it has, a free one, or that of another id which has not counted for a
-        minute. Ids that find none are left out: the row has more than twice as many slots as a file has keys."""
+        """Returns a slot for each id: its own, a free one, or one whose id has not counted for a minute. Ids that find
+        none are left out: the row has more than twice as many slots as a file has keys."""
         taken = np.flatnonzero(self._own_ids)
         known = dict(zip(self._own_ids[taken].tolist(), taken.tolist(), strict=True))
         missing = [one for one in ids if one not in known]
@@ -220,7 +220,7 @@ class KeyCells:
         self._own_sums[numbers, : len(Pace)] = np.concatenate((stamp, most, sums), axis=1)
 
     def is_paced(self, key_id: int, asked: Sequence[int], second: int) -> bool:
-        """Whether this host has to hear of others before it spends so much more. It may always spend one request's."""
+        """Returns whether this host must hear of others before it spends this. One request is always free to go."""
         rows, numbers = self._places(key_id)
         if not len(rows) or rows[-1] != len(self._ids) - 1:
             return False

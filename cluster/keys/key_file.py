@@ -151,8 +151,8 @@ def _values(content: bytes, source: str) -> Any:
 
 
 def _check_shape(text: str, source: str) -> None:
-    """ConfigError for values within values beyond all that a file of keys needs, for which the loader in C would
-    overflow its stack, and for a name that a mapping has twice, of which the loader takes the last."""
+    """Raises ConfigError for nesting deeper than a file of keys needs: the loader in C would overflow its stack. Also
+    for a name that a mapping has twice: the loader would take the last."""
     open_: list[_Open] = []
     for event in yaml.parse(text, Loader):
         if isinstance(event, yaml.CollectionEndEvent):

@@ -65,11 +65,11 @@ class Meter:
         self._cells.take_back(self._slot, unit, amount, second)
 
     def used_tokens(self) -> int:
-        """In the last minute, by all processes and hosts."""
+        """The tokens used in the last minute, over all processes and hosts."""
         return self._cells.used(self._slot.id, int(self._clock()))[Unit.TOKENS]
 
     def states(self, key: Key) -> tuple[LimitState, ...]:
-        """How much is left of each limit that the key has."""
+        """Returns how much is left of each limit that the key has."""
         now = self._clock()
         return _states(_limits(key), self._cells.window(self._slot.id, int(now)), now)
 

@@ -25,7 +25,7 @@ from tandem.cluster.supervision.start_clock import StartClock, phase_lines, proc
 from tandem.workers.logs import formatter
 
 NEW = "+new"  # behind the name of a cluster that replaces one; no name of a cluster has a +
-OLD_SECONDS = 60.0  # from the end of the old cluster to that of its claim of the name
+OLD_SECONDS = 60.0  # from the old cluster's end until it gives up its claim of the name
 
 
 def run_cluster(config: ClusterConfig, ray_address: str | None, *, replace: bool = False) -> None:
@@ -33,8 +33,8 @@ def run_cluster(config: ClusterConfig, ray_address: str | None, *, replace: bool
 
     ` http=HOST:PORT` and ` metrics=HOST:PORT` follow on that line if there are such servers. Where several hosts have
     gateways, a comma stands between their addresses. stderr gets a line as each phase of the start begins, then the
-    seconds of all, the address of the Ray, the folder of logs, and later each loss and recovery. If a service manager
-    has started this process (sd_notify), it hears of phases, of ready and of the end.
+    phases' seconds, the Ray's address and the folder of logs. Later it gets each loss and recovery. If a service
+    manager has started this process (sd_notify), it hears of phases, of ready and of the end.
     replace: a running cluster of that name ends once this one serves in its place, or serves on where this one fails.
     Raises ClusterRunning, ClusterNotRunning, ConfigError, StartFailed, WorkerLost.
     """

@@ -13,7 +13,7 @@ MOST_NAMED = 4  # processes in an error
 
 
 def holders_of(gpu: Gpu) -> str:
-    """What is in use, and by whom as far as that is known."""
+    """Returns how much of a GPU's memory is in use, and by which processes as far as known."""
     largest = sorted(gpu.holders, key=lambda one: -one[1])
     named = [f"process {pid}{_named(pid)}{f' {_gib(size)}' if size else ''}" for pid, size in largest[:MOST_NAMED]]
     more = f" and {len(largest) - MOST_NAMED} more" if len(largest) > MOST_NAMED else ""
@@ -21,9 +21,9 @@ def holders_of(gpu: Gpu) -> str:
 
 
 def lacking_room(config: ClusterConfig, driver: Driver) -> Iterator[str]:
-    """A line for each GPU that the workers would get and that has no room for one. The weights, of a worker of several
-    ranks a rank's part, have to fit and, unless cache.num_pages says how large the pool is, what a worker reserves
-    beside them and its pages."""
+    """Yields a line for each GPU that the workers would get and that has no room for one. A rank's part of the weights
+    has to fit. Unless cache.num_pages says how large the pool is, so does what a worker reserves beside weights and
+    pages."""
     cache, weights = config.cache, 0
     needed = config.processes
     fraction, reserved = 1.0, 0

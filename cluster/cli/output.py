@@ -50,7 +50,7 @@ class _Shown:
         self._finished |= update.finish_reason is not None
 
     def show(self) -> bool:
-        """Whether it has ended."""
+        """Returns whether it has ended."""
         if self._held:
             sys.stdout.write(self._head + self._held)
             sys.stdout.flush()

@@ -170,7 +170,7 @@ def _check_adapters(config: ClusterConfig) -> None:
 
 
 def _check_host_bytes(config: ClusterConfig) -> Iterator[str]:
-    """What no worker could hold an adapter in."""
+    """Yields an error if a worker's host bytes are too few for an adapter."""
     section, island = config.adapters, config.island
     needed, ranks = max(
         (ranks * least_adapter_bytes(Path(config.model.path or ""), config.model.dtype, section.max_rank, ranks), ranks)
@@ -200,7 +200,7 @@ def fitting_config(gpus: int) -> str:
 
 
 def _check_model(section: ModelSection) -> Iterator[str]:
-    """What shows that the folder is no checkpoint; the launcher reads it all."""
+    """Yields signs that the folder is no checkpoint. The launcher reads it all."""
     folder = Path(section.path or "")
     typed = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
     if not folder.is_dir():

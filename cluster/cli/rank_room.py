@@ -12,22 +12,22 @@ from tandem.transfer.island_ranks import MAX_GPU_RANKS
 
 
 def cpu_shapes(*, compiler: bool) -> str:
-    """Which ranks the workers of a small island may have here. compiler: whether there is one for C."""
+    """Returns the ranks that the workers of a small island may have here. compiler: whether there is one for C."""
     if not compiler:
         return "workers of one rank, for several need a C compiler"
     return f"each process on a core of its own while prefill_ranks and decode_ranks are {_cores()} together"
 
 
 def gpu_shapes(gpus: int) -> list[str]:
-    """`P + D`, the ranks of one prefill and of one decode worker that so many GPUs serve and of which one has several;
-    none where they are too few. Numbers that divide most models."""
+    """Returns `P + D` for each pair of ranks of a prefill and a decode worker that this many GPUs serve, if one has
+    several. Empty if the GPUs are too few. The numbers divide most models."""
     sizes = [size for size in (1, 2, 4, 8) if size <= MAX_GPU_RANKS]
     pairs = [(prefill, decode) for prefill in sizes for decode in sizes]
     return [f"{prefill} + {decode}" for prefill, decode in pairs if 2 < prefill + decode <= gpus]
 
 
 def too_many_workers(config: ClusterConfig) -> Iterator[str]:
-    """What a Ray that is started here would refuse, once it has started."""
+    """Yields an error if a Ray that is started here would later refuse this many workers."""
     offered = config.ray.num_cpus or os.cpu_count() or 1
     most = int(offered / CPU_FRACTION + 0.5)
     if config.processes > most:
@@ -51,7 +51,7 @@ def warn_of_workers(config: ClusterConfig) -> Iterator[str]:
 
 
 def lacking_for_ranks(config: ClusterConfig) -> Iterator[str]:
-    """What this host lacks for the ranks of its workers on CPUs."""
+    """Yields what this host lacks for several ranks of workers on CPUs."""
     if _are_several(config) and not any(map(shutil.which, COMPILERS)):
         ranks = f"island.prefill_ranks is {config.island.prefill_ranks}, decode_ranks {config.island.decode_ranks}"
         yield f"{ranks}; this host has no C compiler, which several ranks on CPUs need: install gcc, or set both to 1"

@@ -54,7 +54,7 @@ def replay_files(
 
 
 def _check(headers: Sequence[Header]) -> None:
-    """That they are of one epoch of one island, and can be replayed here."""
+    """Checks that the records are of one epoch of one island, and can be replayed here."""
     first = headers[0]
     for header in headers:
         one, other = header.config, first.config

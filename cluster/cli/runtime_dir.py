@@ -20,7 +20,7 @@ ACQUIRE_SECONDS = 0.5  # a reader's probe may hold the lock for a moment
 
 @dataclass(frozen=True)
 class ClusterState:
-    """What a running cluster's file says."""
+    """The contents of a running cluster's file."""
 
     name: str
     pid: int | None  # None for the instant before it is written

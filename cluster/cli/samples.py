@@ -20,7 +20,7 @@ class Samples:
 
     @property
     def at(self) -> float:
-        """When it was taken, in seconds since the gateway started."""
+        """The time of the sample, in seconds since the gateway started."""
         return self.total("tandem:uptime_seconds")
 
     @property
@@ -32,7 +32,7 @@ class Samples:
         return sum(value for _, value in self.series(name, **labels))
 
     def series(self, name: str, **labels: str) -> list[tuple[dict[str, str], float]]:
-        """Those that have these labels, each with all of its own."""
+        """Returns the series that have these labels, each with all its labels and its value."""
         return [(own, value) for own, value in self._samples.get(name, []) if labels.items() <= own.items()]
 
     def buckets(self, name: str) -> dict[float, float]:
@@ -54,7 +54,7 @@ class Interval(NamedTuple):
         return self.after.at - self.before.at
 
     def rate(self, name: str, **labels: str) -> float:
-        """How fast a counter grew, a second. One that began anew grew from 0."""
+        """Returns how much a counter grew a second. A counter that restarted grew from 0."""
         after, before = self.after.total(name, **labels), self.before.total(name, **labels)
         return (after - before if after >= before else after) / self.seconds if self.seconds > 0 else 0.0
 

@@ -39,7 +39,7 @@ class ServiceManager:
         return cls(address, int(microseconds) / 1e6 if watched else 0.0)
 
     def status(self, text: str) -> None:
-        """What `systemctl status` shows. text: one line."""
+        """Sets what `systemctl status` shows. text: one line."""
         self._send(f"STATUS={text}")
 
     def ready(self, text: str, alive: Callable[[], bool]) -> None:

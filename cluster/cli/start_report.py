@@ -64,12 +64,12 @@ class StartReport:
             self._also(PHASES.get(name, name))
 
     def line(self, text: str) -> None:
-        """One that belongs to no phase."""
+        """Prints a line that belongs to no phase."""
         with self._lock:
             self._write(text)
 
     def show(self, states: Sequence[State]) -> None:
-        """How far the workers that answer are: bars on a terminal, elsewhere a line each LINE_SECONDS."""
+        """Shows how far the workers that answer are: bars on a terminal, elsewhere a line each LINE_SECONDS."""
         with self._lock:
             if states and sys.stderr.isatty():
                 self._bars = self._bars or _Bars()
@@ -118,7 +118,7 @@ class _Bars:
 
 
 def _got_to(states: Sequence[State]) -> str:
-    """How far the workers are; empty where none answers."""
+    """Returns how far the workers are; empty if none answers."""
     return ": " + "; ".join(map(_worker, states)) if states else ""
 
 

@@ -36,7 +36,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Server:
-    """Where the gateway is. tls: None without TLS."""
+    """The gateway's address. tls: None without TLS."""
 
     host: str
     port: int
@@ -75,7 +75,7 @@ def tls_context(ca: Path | None, certificate: Path | None, key: Path | None) -> 
 
 
 class Connection:
-    """For one thread; break_off() may come from another. Opened by the first call, and again after one that failed."""
+    """One thread's connection; another may call break_off(). The first call opens it, as does one after a failure."""
 
     def __init__(self, server: Server, timeout: float) -> None:
         """timeout: seconds without a byte from the gateway after which a call fails."""

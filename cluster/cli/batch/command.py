@@ -92,7 +92,7 @@ def _http_of(address: str | None, *files: Path | None) -> str:
 
 
 def _served(server: "Server") -> frozenset[str]:
-    """What rows may ask for: OpenAI's three ways to generate, and embeddings where the gateway has them."""
+    """Returns the paths that rows may name: OpenAI's three ways to generate, and embeddings if the gateway has them."""
     from tandem.cluster.cli.batch.calls import Connection
     from tandem.cluster.errors import TandemError
 

@@ -149,7 +149,7 @@ class Results:
             self.failed += not is_good(line)
 
     def close(self) -> None:
-        """What was written has then reached the disk."""
+        """Closes the file once everything written is on the disk."""
         with self._lock:
             os.fsync(self._file)
             os.close(self._file)
@@ -161,7 +161,7 @@ class Results:
             raise TandemError(f"{self._path}: another `tandem batch` writes it") from None
 
     def _read(self, ids: Set[str]) -> int:
-        """Where the last whole line ends."""
+        """Reads the rows that are there. Returns the byte at which the last whole line ends."""
         end = 0
         with os.fdopen(os.dup(self._file), "rb") as file:
             for number, line in enumerate(file, 1):

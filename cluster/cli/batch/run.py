@@ -110,8 +110,8 @@ class Batch:
         return None
 
     def _is_about_it(self, answer: Answer, began: float, tries: int, connection: Connection) -> bool:
-        """Whether an answer is the request's, and not a word about the gateway. tries: that ended with one of AWAY.
-        TandemError where no request will be taken."""
+        """Returns whether an answer is about the request, and not about the gateway. tries: how many ended with one of
+        AWAY. Raises TandemError if the gateway will take no request."""
         if answer.status == 401:
             raise TandemError("the gateway asks for another token: TANDEM_API_KEY, or --token-file")
         if answer.status in AWAY and (tries < TRIES or not self._is_ready(connection)):
@@ -122,7 +122,7 @@ class Batch:
 
     @staticmethod
     def _is_ready(connection: Connection) -> bool:
-        """Whether the gateway says that it would serve requests."""
+        """Returns whether the gateway says that it would serve requests."""
         try:
             return connection.call("GET", READY).status == 200
         except OSError:
@@ -137,7 +137,7 @@ class Batch:
             raise TandemError(f"the gateway has been away for {self._limits.patience:g} s: {reason}")
 
     def _body(self, row: Row) -> dict[str, Any]:
-        """With the priority of the batch, unless it has its own."""
+        """Returns the row's body, with the batch's priority unless it has its own."""
         if "priority" in row.body or "service_tier" in row.body:
             return row.body
         priority = self._limits.priority

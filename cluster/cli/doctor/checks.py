@@ -38,7 +38,7 @@ OLDEST_DRIVER = 570  # CUDA 12.8, whose driver takes copies in batches
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found, and advice on what is missing. Empty advice: all is well."""
+    """A check's finding, and advice on what is missing. Empty advice: all is well."""
 
     name: str
     found: str
@@ -51,7 +51,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What can run on one device. serves: whether anything can."""
+    """A verdict on what can run on one device. serves: whether anything can."""
 
     device: str  # CPU, or GPU and its number
     said: str
@@ -87,7 +87,7 @@ def examine(port: int, driver: Driver) -> Iterator[Finding]:
 
 
 def verdicts(findings: Sequence[Finding], driver: Driver) -> Iterator[Verdict]:
-    """What can run here: the CPU's, then each GPU's, or one that says that there is none. findings: of examine()."""
+    """Yields the CPU's verdict, then each GPU's, or one that says that there is none. findings: of examine()."""
     lacking = {finding.name for finding in findings if not finding.ok}
     for_all = [name for name in NEEDED if name in lacking]
     if for_all:
@@ -106,7 +106,7 @@ def verdicts(findings: Sequence[Finding], driver: Driver) -> Iterator[Verdict]:
 
 
 def _unfit(gpu: Gpu, missing: Sequence[str]) -> str:
-    """Why it cannot serve; empty where it can."""
+    """Returns why the GPU cannot serve; empty if it can."""
     if missing:
         return f"; see {', '.join(missing)}"
     if gpu.capability < OLDEST_GPU:
@@ -161,7 +161,7 @@ def _driver(driver: Driver) -> Finding:
 
 
 def _gpus(driver: Driver) -> Finding:
-    """Those of the driver. It does not help a CPU build of torch."""
+    """Finds the driver's GPUs. A CPU build of torch cannot use them."""
     torch = _torch()
     if torch is None:
         return Finding("gpus", "of no use without torch", "install torch")
@@ -174,7 +174,7 @@ def _gpus(driver: Driver) -> Finding:
 
 
 def _gpu_memory(driver: Driver) -> Finding:
-    """What other processes hold. A driver alone takes less than BUSY_BYTES."""
+    """Finds GPU memory that other processes hold. A driver alone takes less than BUSY_BYTES."""
     if not driver.gpus:
         return Finding("gpu memory", "no GPU")
     busy = [f"GPU {number} has {holders_of(gpu)}" for number, gpu in enumerate(driver.gpus) if gpu.used > BUSY_BYTES]
@@ -186,7 +186,7 @@ def _gpu_memory(driver: Driver) -> Finding:
 
 
 def _peer_to_peer(driver: Driver) -> Finding:
-    """Whether every GPU can write into every other, and by what link."""
+    """Returns whether every GPU can write into every other, and by what link."""
     torch = _torch()
     count = torch.cuda.device_count() if torch else 0
     if count == 1:
@@ -217,7 +217,7 @@ def _torch() -> ModuleType | None:
 
 
 def _device_library() -> Finding:
-    """What device_puts.cu is linked with."""
+    """Finds NVSHMEM, with which device_puts.cu is linked."""
     try:
         return Finding("nvshmem library", str(find_nvshmem()))
     except (FileNotFoundError, ImportError, ValueError):  # the last two: a parent package that is broken
@@ -226,8 +226,8 @@ def _device_library() -> Finding:
 
 
 def _remote_transports() -> Finding:
-    """By which NVSHMEM could write to GPUs of other hosts. An island over NVSHMEM spans no hosts, so nothing is missing
-    here."""
+    """Finds the libraries by which NVSHMEM could write to GPUs of other hosts. An island over NVSHMEM spans no hosts,
+    so nothing is missing here."""
     try:
         libraries = sorted((find_nvshmem() / "lib").glob(f"{REMOTE_TRANSPORT}*.so*"))
     except (FileNotFoundError, ImportError, ValueError):
@@ -238,7 +238,7 @@ def _remote_transports() -> Finding:
 
 
 def _nixl() -> Finding:
-    """By which workers on several hosts write into each other's GPUs, and over what."""
+    """Finds NIXL, by which workers on several hosts write into each other's GPUs, and what it writes over."""
     try:
         found = version("nixl")
     except PackageNotFoundError:
@@ -330,7 +330,7 @@ def _port(port: int) -> Finding:
 
 
 def _output(*command: str) -> str:
-    """What a command prints; "" when it is missing, fails or takes too long."""
+    """Returns what a command prints; "" if it is missing, fails or takes too long."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):

@@ -52,8 +52,8 @@ class Needs:
 
 
 def check_config(config: ClusterConfig, address: str | None) -> list[Finding]:
-    """What `tandem up` would say of this host before it starts anything. As there, an error hides those of later
-    checks. Warnings are findings that are ok. address: of a Ray that the cluster would join."""
+    """Runs the checks of `tandem up` on this host. As there, an error hides the errors of later checks. Warnings are
+    findings that are ok. address: of a Ray that the cluster would join."""
     try:
         check_ray(address)
         warnings = check_host(config, own_ray=address is None)

@@ -19,7 +19,7 @@ from tandem.cluster.errors import UsageError
 
 
 def build_here(order: str, parent: int) -> list[str]:
-    """What is lacking or failed. Raises CancelledError once `parent` is not this process's parent any more."""
+    """Builds here. Returns what is lacking or failed. Raises CancelledError once `parent` is no more the parent."""
     config = ClusterConfig.model_validate(json.loads(order))
 
     def check() -> None:

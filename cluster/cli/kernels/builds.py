@@ -93,7 +93,7 @@ def build_all(
 
 
 def _end(one: Running, say: Say) -> list[str]:
-    """What failed, if it did."""
+    """Ends a build. Returns what failed, if it did."""
     seconds = time.monotonic() - one.began
     one.errors.seek(0)
     reason = one.errors.read().decode(errors="replace").strip()

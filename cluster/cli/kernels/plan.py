@@ -66,7 +66,7 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class KernelPlan:
-    """What a cluster needs."""
+    """The builds that a cluster needs."""
 
     missing: tuple[Build, ...]
     there: tuple[str, ...]  # titles of what is built already
@@ -122,7 +122,7 @@ def plan_kernels(config: ClusterConfig, target: Target | None) -> KernelPlan:
 
 
 def _plan_c(has_several_ranks: bool, *, on_gpu: bool) -> Iterator[tuple[Build, bool]]:
-    """What the processor computes. Where the workers are CPUs, that is attention, layers and sums of ranks, too."""
+    """Yields the libraries in C. CPU workers also need those for attention, layers and sums of ranks."""
     of_cpus = () if on_gpu else (CREW, ATTENTION, LAYER, *((SUMS,) if has_several_ranks else ()))
     for source in (PAGE_COUNTS, PAGE_LOOK_UP, COPY_PLAN, *of_cpus):
         build = Build(f"C {source.name}", json.dumps({"library": str(source)}), 1, C_BYTES)
@@ -147,7 +147,7 @@ def _plan_modules(
 
 
 def _plan_device_puts(target: Target) -> Iterator[tuple[Build, bool]]:
-    """For GPUs that are not peer to peer; nothing where NVSHMEM's device library is not installed."""
+    """Yields the puts for GPUs that are not peer to peer. Nothing if NVSHMEM's device library is not installed."""
     with suppress(FileNotFoundError, ImportError, ValueError):
         order = json.dumps({"device_puts": target.capability})
         yield Build("NVSHMEM device puts", order, 1, CUBIN_BYTES), has_device_puts(cache_folder(), target.capability)

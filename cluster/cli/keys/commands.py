@@ -119,7 +119,7 @@ def list_all(file: KeyFile, as_json: AsJson = False) -> None:
 def usage(*, gateway: Gateway, as_json: AsJson = False) -> None:
     """Show what each key has used since the cluster started.
 
-    It asks one gateway with the operator's token. With gateways on several hosts the numbers are those of its host.
+    It asks one gateway with the operator's token. With gateways on several hosts it shows the numbers of its own host.
     """
     from tandem.cluster.cli.samples import Samples
 
@@ -154,7 +154,7 @@ def _bounds(text: str | None) -> dict[str, int] | None:
 
 
 def _values(key: "Key") -> dict[str, Any]:
-    """As the file has them."""
+    """Returns the key's values by the names that the file has."""
     bounds = None if key.priority is None else {"lowest": key.priority.lowest, "highest": key.priority.highest}
     limits = {"requests_per_minute": key.requests_per_minute, "tokens_per_minute": key.tokens_per_minute}
     models = None if key.models is None else sorted(key.models)

@@ -63,7 +63,7 @@ def without_entry(text: str, name: str, source: str) -> str:
 
 
 def _holds(text: str, names: list[str], before: tuple[Key, ...]) -> bool:
-    """Whether the text has keys of these names, in their order, and has not changed one that was there."""
+    """Returns whether the text has keys with these names in this order, and each old key is as it was."""
     try:
         keys = parse_keys(text.encode(), "")
     except ConfigError:

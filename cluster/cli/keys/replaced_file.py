@@ -1,4 +1,4 @@
-"""A file that is replaced as a whole, so that whoever reads it sees the old one or the new one."""
+"""A file that is replaced as a whole, so that readers see either the old file or the new one."""
 
 import fcntl
 import os

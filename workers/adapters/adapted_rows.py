@@ -22,7 +22,7 @@ class AdaptedRows:
 
     @property
     def serves(self) -> bool:
-        """Whether a row may have an adapter."""
+        """Returns whether a row may have an adapter."""
         return self._adapters is not None
 
     @property
@@ -31,7 +31,7 @@ class AdaptedRows:
         return int(self.serves)
 
     def any(self, sequence_ids: Sequence[int] | Int64Array) -> bool:
-        """Whether one of the sequences has an adapter."""
+        """Returns whether one of the sequences has an adapter."""
         return self._adapters is not None and self._adapters.any_uses(sequence_ids)
 
     def begin(self, forward: Forward) -> None:

@@ -69,11 +69,11 @@ class Adapters:
 
     @property
     def rows(self) -> AdapterRows:
-        """By which the model's layers know the slots of a forward's rows."""
+        """The slots of a forward's rows, which the model's layers read."""
         return self._weights.rows
 
     def warm_up(self) -> None:
-        """What the device prepares at first use, no step then waits for."""
+        """Compiles what the device would else prepare at first use, so that no step waits for it."""
         self._weights.compile()
 
     # What is held
@@ -109,7 +109,7 @@ class Adapters:
         return number, b"" if future.exception() else future.result().digest
 
     def load(self, number: int, digest: bytes) -> None:
-        """From now on requests may use what was read. Waits for it. Raises BadAdapter, and AdapterNotHeld where it has
+        """Waits for the reading, then lets requests use the adapter. Raises BadAdapter, and AdapterNotHeld if it has
         another digest; then the reading is as it was."""
         name, place, future = self._reading[number]
         found = future.result()
@@ -124,9 +124,9 @@ class Adapters:
             known.name, known.removed = name, False
 
     def drop(self, number: int) -> None:
-        """What was read, or is being read, is not wanted. Idempotent."""
+        """Drops a reading, done or under way. Idempotent."""
         if (reading := self._reading.pop(number, None)) is not None:
-            self._places.append(reading[1])  # whoever reads into it next does so afterwards, in the same thread
+            self._places.append(reading[1])  # the next reading into this place comes afterwards, in the same thread
 
     def remove(self, digest: bytes) -> None:
         """No new sequence may use the adapter. Its memory is free once those that do have ended. Idempotent."""
@@ -144,7 +144,7 @@ class Adapters:
         )
 
     def holds(self, digest: bytes) -> bool:
-        """Whether new sequences may use the adapter."""
+        """Returns whether new sequences may use the adapter."""
         held = self._held.get(digest)
         return held is not None and not held.removed
 
@@ -156,12 +156,12 @@ class Adapters:
 
     @property
     def in_use(self) -> Mapping[bytes, int]:
-        """How many sequences use each adapter that must stay in its slot, without parked ones. The adapter in use for
-        longest comes first."""
+        """Returns how many sequences use each adapter that must stay in its slot, without parked ones. The adapter in
+        use for longest comes first."""
         return self._in_use
 
     def fits(self, digest: bytes, spare: int = 0) -> bool:
-        """Whether take() would find a slot, and leave `spare` that no sequence uses; or fail for another reason."""
+        """Returns whether take() finds a slot and leaves `spare` unused ones, or fails for another reason."""
         held = self._held.get(digest)
         if held is None:
             return True
@@ -223,7 +223,7 @@ class Adapters:
         return own if counts is None else own.repeat(counts)
 
     def any_uses(self, sequences: Sequence[int] | Int64Array) -> bool:
-        """Whether one of the sequences has an adapter."""
+        """Returns whether one of the sequences has an adapter."""
         return bool(self._users) and any(int(sequence) in self._users for sequence in sequences)
 
     def close(self) -> None:
@@ -281,8 +281,8 @@ class Adapters:
 
 
 def adapters_of(config: WorkerConfig, model: ModelConfig, weights: AdaptedWeights | None) -> Adapters | None:
-    """Those of a rank that serves adapters, none held yet. model: the rank's shard. Raises InvalidArgument where the
-    host's bytes hold not one."""
+    """Makes the adapters of a rank, none held yet; None if it serves none. model: the rank's shard. Raises
+    InvalidArgument if the host's bytes do not hold a single one."""
     if weights is None:
         return None
     if config.adaptive and config.adapters.max_resident == 1:

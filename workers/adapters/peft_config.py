@@ -89,7 +89,7 @@ class PeftConfig:
         return _of_pattern(self.alphas, module, self.alpha) / (math.sqrt(rank) if self.rslora else rank)
 
     def takes(self, module: str) -> bool:
-        """Whether the adapter changes the module of this name."""
+        """Returns whether the adapter changes the module of this name."""
         if self.excluded and _matches(self.excluded, module):
             return False
         layer = re.search(r"\.(\d+)\.", module)
@@ -146,5 +146,5 @@ def _matches(targets: tuple[str, ...] | str, module: str) -> bool:
 
 
 def _of_pattern(patterns: Mapping[str, Any], module: str, otherwise: Any) -> Any:
-    """That of the first pattern that matches the module or the end of its name."""
+    """Returns the value of the first pattern that matches the module or the end of its name."""
     return next((value for one, value in patterns.items() if re.match(rf"(.*\.)?({one})$", module)), otherwise)

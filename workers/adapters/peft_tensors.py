@@ -42,7 +42,7 @@ def read_tensor(file: SafetensorsFile, name: str) -> Tensor:
 
 
 def digest_of(folder: Path) -> bytes:
-    """What PeftDigest makes of the folder's files. Reads them whole. Raises as PeftDigest, and InvalidWeights."""
+    """Returns PeftDigest's digest of the folder's files. Reads them whole. Raises as PeftDigest, and InvalidWeights."""
     digest = PeftDigest(folder)
     with SafetensorsFile(folder / WEIGHTS) as file:
         for name in sorted(file.tensors):

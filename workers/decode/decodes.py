@@ -171,22 +171,22 @@ class Decodes:
 
     @property
     def is_reading(self) -> bool:
-        """Whether tokens of a launched step have to be read before anything else is launched."""
+        """Returns whether tokens of a launched step have to be read before anything else is launched."""
         return self._steps.reading is not None
 
     @property
     def is_busy(self) -> bool:
-        """Whether waiting for a prompt would hold somebody up."""
+        """Returns whether waiting for a prompt would hold somebody up."""
         return bool(len(self._rows) or self._awaiting or self._joining or self._steps)
 
     @property
     def has_joining(self) -> bool:
-        """Whether requests wait for nothing but the next batch."""
+        """Returns whether requests wait for nothing but the next batch."""
         return bool(self._joining)
 
     @property
     def is_verifying(self) -> bool:
-        """Whether nothing may be launched behind what is in flight but a verify step that follows it."""
+        """Returns whether only a verify step may be launched after the step in flight."""
         return self._steps.behind is not None and self._steps.behind.verifies
 
     def ran_beside(self, chunks: StepLoad) -> None:
@@ -194,7 +194,7 @@ class Decodes:
         self._beside = self._beside.plus(chunks)
 
     def upkeep(self) -> float | None:
-        """What comes before a batch: leases, recalls, and requests whose KV has come. When it has to come again."""
+        """Tends leases, recalls, and requests whose KV has come, before a batch. Returns when it has to run again."""
         reap_again = self._reservations.reap()
         self._joining += self._parking.upkeep()
         if self._awaiting:

@@ -31,5 +31,5 @@ class GuideMasks:
             self._engine.mask(masks_of(request.constraint for request in requests))
 
     def drop(self) -> None:
-        """What was launched is not wanted any more."""
+        """Drops what was launched: nothing needs it any more."""
         self._late = ()

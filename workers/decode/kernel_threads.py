@@ -34,7 +34,7 @@ class KernelThreads:
         self._set(own, alone)
 
     def share(self, own: int | None, alone: int | None) -> None:
-        """From now on there are so many. On the step thread: torch counts threads of each thread that computes."""
+        """Sets the numbers of threads. Runs on the step thread: torch counts threads for each thread that computes."""
         if own is not None:
             torch.set_num_threads(own)
         self._set(own, alone)

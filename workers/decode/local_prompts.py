@@ -15,7 +15,7 @@ from tandem.workers.sampling.sampling_params import SamplingParams
 
 
 class PromptQueue(Protocol):
-    """What computes prompts; see Prefills."""
+    """The queue of prompts that this worker computes; see Prefills."""
 
     def add(self, prompt: LocalPrompt) -> None: ...
 
@@ -85,7 +85,7 @@ class LocalPrompts:
         self._begin(prompt.request, first, prefilled)
 
     def _begin(self, request: DecodeRequest, first: FirstToken, prefilled: Prefilled) -> None:
-        """Its first token goes out."""
+        """Sends the request's first token."""
         assert request.rule is not None
         assert request.token_stream is not None
         request.begin(first.token_id)

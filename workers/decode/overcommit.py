@@ -104,7 +104,7 @@ class Overcommit:
         return min(capacity, length + self._reservations.room.margin + GROWTH_PAGES * self._page_size), longest
 
     def _lacking(self, request: DecodeRequest, length: int) -> list[int]:
-        """How many pages of each layer group are missing; negative: some would be left."""
+        """Returns how many pages of each layer group are missing; negative: some would be left."""
         room = self._engine.room(*self._wanted(request, length), request.prompt.encoder.length)
         held = self._engine.held(request.sequence_id)
         return [need - own - free for need, own, free in zip(room.needed, held, room.free, strict=True)]

@@ -140,7 +140,7 @@ class Parking:
         return self._want.done
 
     def _would_park(self, ask: Ask) -> bool:
-        """Whether requests would leave for this one now."""
+        """Returns whether requests would leave for this one now."""
         others = self._want is not None and self._want.ask.prompt.priority <= ask.prompt.priority
         return not others and bool(self._chosen(ask))
 
@@ -169,7 +169,7 @@ class Parking:
 
     @property
     def rising(self) -> list[DecodeRequest]:
-        """Those that have resumed, and whose pages are being copied back."""
+        """The requests that have resumed, while their pages are copied back."""
         return [request for _, request in self._rising]
 
     def withdraw(self, request: DecodeRequest) -> bool:
@@ -249,7 +249,7 @@ class Parking:
         return risen
 
     def _is_stepped(self, request: DecodeRequest) -> bool:
-        """Whether a step whose results are not read yet has the request."""
+        """Returns whether the request is in a step whose results are not read yet."""
         return any(step is not None and request in step.requests for step in (self._steps.behind, self._steps.reading))
 
     def _leave(self, requests: Sequence[DecodeRequest]) -> None:
@@ -304,7 +304,7 @@ class Parking:
         self._refused, self._granted = (priority, self._clock()), False
 
     def _is_asked_for(self, own: int) -> bool:
-        """Whether a request with a lower number found no room a moment ago, or others leave for one."""
+        """Returns whether a request with a lower number found no room a moment ago, or others leave for one."""
         priority, when = self._refused
         if self._want is not None and self._want.ask.prompt.priority < own:
             return True

@@ -24,13 +24,13 @@ class PublishedPrefixes:
                 self._engine.publish(request.sequence_id, request.prompt.token_ids, request.prompt.salt)
 
     def of(self, request_id: str) -> None:
-        """What a request has so far that is to be forked; nothing where it is not here any more."""
+        """Publishes what a request that will be forked has so far. Does nothing if the request is gone."""
         request = self._reservations.get(request_id)
         if request is not None:
             self.so_far(request)
 
     def so_far(self, request: DecodeRequest) -> None:
-        """Prompt and output of one; its last token's KV is not computed yet."""
+        """Publishes a request's prompt and output without the last token, whose KV is not computed yet."""
         if (
             self._sharing
             and request.received

@@ -22,7 +22,7 @@ class LaunchedStep(Protocol):
 
     @property
     def load(self) -> StepLoad:
-        """What the device computes between the step before and this one."""
+        """The work that the device does between the step before and this one."""
         ...
 
     @property
@@ -31,20 +31,20 @@ class LaunchedStep(Protocol):
         ...
 
     verifies: ClassVar[bool]
-    """Whether nothing may be launched behind it but a verify step that follows it."""
+    """True if only a verify step may be launched after it."""
 
     def runs(self, samples: Samples) -> list[TokenRun]:
         """The tokens of each request."""
         ...
 
     def settle(self, samples: Samples, runs: Sequence[TokenRun], *, is_last: bool) -> None:
-        """The tokens are read. is_last: nothing is launched behind it."""
+        """Ends the step once its tokens are read. is_last: no step is launched after it."""
         ...
 
 
 class StepsInFlight:
-    """Owned by the step thread. A request that ends may still have a row in them: its pages return when the last step
-    that has one is done."""
+    """The steps in flight, owned by the step thread. A request that ends may still have a row in some: its pages return
+    when the last such step is done."""
 
     def __init__(self, engine: Engine, retired: RetiredSequences) -> None:
         self._engine = engine

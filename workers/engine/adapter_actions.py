@@ -55,8 +55,8 @@ class AdapterActions:
         return self._adapters is not None and self._adapters.holds(digest)
 
     def has_slot(self, digest: bytes, spare: int = 0) -> bool:
-        """Whether a sequence with this adapter, b"" for none, finds a slot now, and leaves `spare` unused. True where
-        admit() says another no."""
+        """Returns whether a sequence with this adapter, b"" for none, finds a slot now, and leaves `spare` unused. True
+        if admit() refuses for another reason."""
         return not digest or self._adapters is None or self._adapters.fits(digest, spare)
 
     @property
@@ -79,8 +79,8 @@ class AdapterActions:
         return None if self._adapters is None else self._adapters.first_read
 
     def ranks_have_read(self, number: int, digest: bytes) -> bool | None:
-        """Whether all other ranks of this worker have read the same as the leader; None while one reads. From any
-        thread. For the oldest reading that is neither loaded nor dropped."""
+        """Returns whether all other ranks of this worker have read the same as the leader; None while one reads. Any
+        thread may call it, for the oldest reading that is neither loaded nor dropped."""
         return True
 
     def _warm_up_adapters(self) -> None:

@@ -28,4 +28,4 @@ MostBytes = Callable[[], int | None]
 
 
 def any_number() -> None:
-    """Where no copy is known to take longer than computing."""
+    """Returns no bound: no copy is known to take longer than computing."""

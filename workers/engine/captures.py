@@ -21,7 +21,7 @@ FIRST_USE = Captures(warm_up=True)
 
 
 def captures_of(config: WorkerConfig) -> Captures:
-    """What a worker needs in its role, or in all roles that it may take."""
+    """Returns the captures that a worker needs in its role, or in all roles that it may take."""
     decodes, prefills = (config.adaptive or config.role == role for role in (Role.DECODE, Role.PREFILL))
     speculation = config.speculation
     drafts = bool(decodes and speculation.tokens)

@@ -295,8 +295,8 @@ class Engine(StoreCalls, AdapterActions):
     def takes(
         self, num_sequences: int, num_tokens: int, rows: Sequence[int] = (), adapters: Sequence[bytes] = ()
     ) -> bool:
-        """Whether one launch computes these rows and num_tokens prompt tokens. Without rows: whether a graph computes
-        the prompts, which cannot push KV. adapters: of the prompts."""
+        """Returns whether one launch computes these rows and num_tokens prompt tokens. Without rows: whether a graph
+        computes the prompts, which cannot push KV. adapters: of the prompts."""
         if len(rows):
             graphs = self._runner.overlaps and any(adapters)
             return not graphs and self._runner.takes_prompts(rows, num_sequences, num_tokens)
@@ -307,7 +307,7 @@ class Engine(StoreCalls, AdapterActions):
         return self._cache.room(num_tokens, longest_append, encoder_len)
 
     def sequence(self, sequence: int) -> SequenceState:
-        """What the sequence holds now."""
+        """Returns the present state of the sequence."""
         return self._cache.sequence(sequence)
 
     def can_park(self, sequence: int) -> bool:
@@ -315,7 +315,7 @@ class Engine(StoreCalls, AdapterActions):
         return self._cache.can_park(sequence)
 
     def held(self, sequence: int) -> tuple[int, ...]:
-        """How many pages of each layer group the sequence has; others may share some of them."""
+        """Returns how many pages of each layer group the sequence has. Other sequences may share some."""
         return self._cache.num_held(sequence)
 
     def digest(self, sequence: int, begin: int, end: int, sliding: tuple[int, int] | None = None) -> int:
@@ -329,7 +329,7 @@ class Engine(StoreCalls, AdapterActions):
 
     @property
     def lets_go(self) -> bool:
-        """Whether the forward in flight may still use pages that are free: of windows, sliding sequences, snapshots."""
+        """Returns whether the forward in flight may use free pages: of windows, sliding sequences or snapshots."""
         return self.layout.drops_past or self.layout.recurs or self._cache.any_slides()
 
     @property

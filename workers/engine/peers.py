@@ -22,7 +22,7 @@ class Peers(NamedTuple):
 
     @classmethod
     def of(cls, transport: Transport) -> "Peers":
-        """Those of a transport that has joined."""
+        """Makes the peers of a transport that has joined."""
         where = transport.pe, transport.num_pes, transport.epoch
         epochs = transport.config.all_epochs
         return cls(*where, transport.num_pages, num_request_rows(transport), transport.layouts, epochs)

@@ -14,8 +14,8 @@ class RankProgress(NamedTuple):
 
 
 def stalled_ranks(before: Sequence[RankProgress], after: Sequence[RankProgress]) -> set[int]:
-    """The ranks for which a worker waits that answered nothing between these two looks: those that are behind the
-    others and got no further. The leader, 0, where nobody is behind."""
+    """Returns the ranks that a worker waits for: they are behind the others and got no further between the two looks.
+    The leader, 0, if no rank is behind."""
     least, most = min(one[1:] for one in after), max(one[1:] for one in after)
     if least == most:
         return {0}

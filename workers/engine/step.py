@@ -1,4 +1,4 @@
-"""What one launch computes, and what it leaves behind. They are NamedTuples, as those of scheduling.batch."""
+"""What one launch computes, and what it leaves behind. They are NamedTuples, as in scheduling.batch."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

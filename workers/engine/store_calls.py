@@ -21,7 +21,7 @@ class StoreCalls:
 
     @action
     def lift(self, wanted: list[tuple[int, list[bytes]]]) -> int:
-        """What below() found: each rank begins to read it from its disk, see PageStore.lift."""
+        """Has each rank begin to read from its disk what below() found, see PageStore.lift."""
         return self._cache.lift(wanted)
 
     @action
@@ -39,12 +39,12 @@ class StoreCalls:
         return store is None or store.is_lifted(number)
 
     def tend(self) -> None:
-        """To be called with each step: see PageStore.tend. It changes nothing that the store holds."""
+        """Runs PageStore.tend. The loop calls it with each step. It changes nothing that the store holds."""
         self._cache.tend()
 
     @property
     def has_disk(self) -> bool:
-        """Whether a disk is behind the store. From any thread."""
+        """Returns whether the store has a disk. Any thread may ask."""
         store = self._cache.page_store
         return store is not None and store.has_disk
 

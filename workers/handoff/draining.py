@@ -38,11 +38,11 @@ class DrainingWrites:
 
     @property
     def failed(self) -> bool:
-        """Whether the request ended without its result."""
+        """Returns whether the request ended without its result."""
         return self._error is not None
 
     def is_quiet(self) -> bool:
-        """Whether no write is under way any more. At the deadline it tells the callers that it cannot say so."""
+        """Returns whether no write is under way any more. At the deadline it tells callers that it does not know."""
         if self._ask():
             return True
         if not self.overdue and self._clock() >= self._began + self._seconds:

@@ -76,7 +76,7 @@ class Handoff:
         return self._ended.result(request_id) if request is None else request.result
 
     def is_new(self, request_id: str) -> bool:
-        """Whether nothing is known of the request, not even its end."""
+        """Returns whether nothing is known of the request, not even its end."""
         ended = self._ended.is_aborted(request_id) or self._ended.result(request_id) is not None
         return not ended and request_id not in self._requests
 

@@ -320,12 +320,12 @@ class Reservations:
         return lacking, self._num_taken + 1 - self._max_sequences
 
     def has_room(self, request: DecodeRequest) -> bool:
-        """Whether a parked request can go on now, apart from the slot for its adapter."""
+        """Returns whether a parked request can go on now, apart from the slot for its adapter."""
         reach = self.room.first_reach(request.prompt, request.max_tokens, len(request.output))
         return self._engine.room(*reach, request.prompt.encoder.length).fits and self._num_taken < self._max_sequences
 
     def needs_slot(self, ask: Ask, *, freed: int = 0) -> bool:
-        """Whether `ask` finds no slot for its adapter, also if so many more were unused."""
+        """Returns whether `ask` finds no slot for its adapter, also if so many more were unused."""
         prompt = ask.prompt
         spare = self._spare_slots(ask.writer_pe)
         return not self.slots.would_begin(prompt.adapter, prompt.priority, spare, freed=freed)
@@ -340,7 +340,7 @@ class Reservations:
         return len(self._draining) + sum(not request.parked for request in self._requests.values())
 
     def _has_room_for_longest(self) -> bool:
-        """Whether a prompt of the greatest length has room; with an encoder, with all of it in either half."""
+        """Returns whether a prompt of the greatest length has room; with an encoder, with all of it in either half."""
         return all(room.fits for room in self.room.for_longest())
 
     def _offer(self, request: DecodeRequest, pages: int, writer_pe: int) -> Reservation:

@@ -8,7 +8,7 @@ from functools import partial
 from tandem.workers.engine.engine import Engine
 
 IsPast = Callable[[], bool]
-"""Whether the device is past all that was launched when this was made."""
+"""Returns whether the device is past all that was launched when the function was made."""
 
 
 class RetiredSequences:

@@ -23,8 +23,8 @@ class SequenceRoom:
         """Positions of a sequence that steps may write which are not read yet, or are launched next."""
 
     def reach(self, prompt: PromptSpec, max_tokens: int, *, local: bool = False) -> tuple[int, int]:
-        """How long the sequence of a request may become, and the longest append of one forward. local: its prompt is
-        yet to be computed here."""
+        """Returns how long the sequence of a request may become, and the longest append of one forward. local: its
+        prompt is yet to be computed here."""
         capacity = len(prompt) + max_tokens - 1  # the last token is never fed back
         longest = max(self._longest_append, min(len(prompt), self._max_batch_tokens if local else 0))
         if prompt.sliding is not None:

@@ -43,8 +43,8 @@ class SlotTurns:
         ] = {}  # of adapters in use: since when they are, where a request was not speculative
 
     def may_begin(self, digest: bytes, priority: int, spare: int = 0) -> bool:
-        """Whether a new request may use the adapter, b"" for none, and leave `spare` slots unused. If not, its adapter
-        waits from now on."""
+        """Returns whether a new request may use the adapter, b"" for none, and leave `spare` slots unused. If not, the
+        adapter waits from now on."""
         if not digest or self._finds(digest, priority, spare):
             return True
         gives_way = digest in self._engine.adapters_in_use and self._engine.has_slot(digest, spare)
@@ -56,7 +56,7 @@ class SlotTurns:
         return not digest or self._finds(digest, priority, spare - freed)
 
     def may_resume(self, digest: bytes, own: int) -> bool:
-        """Whether a parked request of this level finds a slot. If not, its adapter waits from now on."""
+        """Returns whether a parked request of this level finds a slot. If not, its adapter waits from now on."""
         if not digest:
             return True
         now = self._clock()

@@ -32,7 +32,7 @@ class JointForward:
         return launched.prompts
 
     def samples(self) -> PendingSamples:
-        """Those of the decode step. Raises what the forward raised."""
+        """Returns the decode step's samples. Raises what the forward raised."""
         if self._error is not None:
             raise self._error
         if self._pending is None:
@@ -42,7 +42,7 @@ class JointForward:
 
 
 def is_joint(engine: Engine, batch: StepBatch) -> bool:
-    """Whether the batch has rows and chunks, and one forward can compute both."""
+    """Returns whether the batch has rows and chunks, and one forward can compute both."""
     if batch.decodes is None or not batch.chunks or any(one.gatherer or one.reader for one, _ in batch.chunks):
         return False
     adapters = [chunk.request.spec.adapter for chunk in batch.chunks]

@@ -44,7 +44,7 @@ class Lifts:
         return next(lift.done for lift in self._under_way if lift.number == number)
 
     def upkeep(self) -> None:
-        """With each step: lands what has come."""
+        """Lands what has come. The loop calls it with each step."""
         self._engine.tend()
         while self._under_way and self._engine.is_lifted(self._under_way[0].number):
             lift = self._under_way.popleft()
@@ -52,5 +52,5 @@ class Lifts:
             lift.done.set_result(None)
 
     def soon(self, wait: float | None) -> float | None:
-        """When upkeep() has to come again, in place of `wait`."""
+        """Returns the seconds after which upkeep() has to run again, in place of `wait`."""
         return min(POLL_SECONDS if wait is None else wait, POLL_SECONDS) if self._under_way else wait

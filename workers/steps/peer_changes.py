@@ -31,7 +31,7 @@ class PeerChanges:
         self._transport.cut(pe)
 
     def part(self, pe: int) -> None:
-        """What the peer was to write, or to get, ends with PeerLost. Idempotent."""
+        """Ends with PeerLost what the peer was to write or to get. Idempotent."""
         loop = self._leading
         self._on_step_thread(lambda: loop.part(pe))
 

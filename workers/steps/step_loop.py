@@ -35,7 +35,7 @@ from tandem.workers.wire.prompt_spec import PromptSpec
 
 
 class Ends(NamedTuple):
-    """What a loop reaches the outside through."""
+    """The objects through which a loop reaches the outside."""
 
     meter: PushMeter  # what the cache writes through
     fanout: TokenFanout
@@ -140,7 +140,7 @@ class StepLoop:
         return self.prefills.num_running + self.decodes.num_running
 
     def figures(self) -> worker_pb2.WorkerReport:
-        """How busy this worker is, without its prefixes. On the step thread."""
+        """Reports how busy this worker is, without its prefixes. Runs on the step thread."""
         rows, positions = self.scheduler.rows, self.scheduler.rows.positions
         pages, adapters = self.engine.pages, [one for one in self.engine.adapters if not one.removed]
         return worker_pb2.WorkerReport(
@@ -190,7 +190,7 @@ class StepLoop:
         return int(most_bytes * reads / (copies + reads)) if most_bytes is not None and reads else None
 
     def _may_lift(self, prompt: PromptSpec) -> bool:
-        """Whether the prompt's beginning may come from a disk."""
+        """Returns whether the prompt's beginning may come from a disk."""
         return self._shares and not prompt.whole
 
     def step(self) -> float | None:

@@ -77,7 +77,7 @@ class StepThread:
             ended = time.monotonic()
 
     def _run_commands(self, wait: float | None, seconds: float) -> None:
-        """Those that are there, or come within `wait`; none is begun after `seconds` of them."""
+        """Runs the commands that are there or come within `wait`. Begins none after `seconds` of commands."""
         try:
             item = self._inbox.get(block=wait != 0, timeout=wait)
             until = time.monotonic() + seconds
@@ -95,7 +95,7 @@ class StepThread:
             pass
 
     def _fail_rest(self) -> None:
-        """From any thread, once the step thread has ended."""
+        """Fails the commands that are left. Any thread may call it, once the step thread has ended."""
         with suppress(queue.Empty):
             while True:
                 item = self._inbox.get_nowait()

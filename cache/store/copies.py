@@ -119,11 +119,11 @@ class PageCopies:
         return len(self._slots) - 1
 
     def down(self, moves: Sequence[Moves], last: Callable[[], None] | None = None) -> None:
-        """Pages to slots. last: see Lanes."""
+        """Copies pages to slots. last: see Lanes."""
         self._queue(moves, self._lanes.copy(moves, self._touching(moves), up=False, last=last), up=False)
 
     def up(self, moves: Sequence[Moves]) -> None:
-        """Slots to pages, layer by layer."""
+        """Copies slots to pages, layer by layer."""
         self._queue(moves, self._lanes.copy(moves, self._touching(moves), up=True), up=True)
 
     def follow(self, group: int, source: Int32Array, target: Int32Array, action: Callable[[], None]) -> None:
@@ -144,8 +144,8 @@ class PageCopies:
                 copy.wait()
 
     def newest(self, group: int, pages: Int32Array) -> int:
-        """The number of the newest copy up of these pages that is under way; 0 without one. It ends after earlier
-        ones."""
+        """Returns the number of the newest copy up of these pages that is under way; 0 if there is none. It ends after
+        earlier copies."""
         number = int(self._up[group][pages].max(initial=0)) if self._under_way else 0
         return number if number in self._under_way else 0
 
@@ -160,8 +160,8 @@ class PageCopies:
             self._under_way[number].copy.wait()
 
     def filled(self, group: int, slots: Int32Array) -> Int64Array:
-        """int64 [n], for slots of memory 0: numbers of copies; once one is past, its slot holds what was copied there
-        last."""
+        """Returns a copy's number for each slot of memory 0, int64 [n]. Once that copy is done, the slot holds what was
+        copied there last."""
         return self._slots[0][group][slots]
 
     def settle(self, group: int, slots: Int32Array) -> None:
@@ -174,7 +174,7 @@ class PageCopies:
         return number not in self._under_way or self._under_way[number].copy.is_done()
 
     def mark(self) -> Callable[[], bool] | None:
-        """A function that tells whether all copies queued so far are done; None if they already are."""
+        """Returns a function that tells whether all copies queued so far are done; None if they already are."""
         if not self.pending:
             return None
         copies = [queued.copy for queued in self._under_way.values()]
@@ -182,7 +182,7 @@ class PageCopies:
 
     @property
     def rate(self) -> float:
-        """Recent bytes a second of copies up; 0 before the first one."""
+        """The bytes a second of recent copies up; 0 before the first."""
         return self._past_bytes / self._past_seconds if self._past_seconds else 0.0
 
     def _touching(self, moves: Sequence[Moves]) -> list[Copy]:
@@ -193,7 +193,7 @@ class PageCopies:
         return list({id(copy): copy for copies in found for copy in copies}.values())
 
     def _of(self, numbers: np.ndarray, places: Int32Array) -> list[Copy]:
-        """The copies under way that read or write these pages or slots. numbers: of the newest copy of each."""
+        """Returns the copies under way that read or write these pages or slots. numbers: of the newest copy of each."""
         found = np.unique(numbers[places]).tolist()
         return [self._under_way[number].copy for number in found if number in self._under_way]
 

@@ -31,7 +31,7 @@ LOG_SECONDS = 60.0  # between two lines about errors
 class DiskSpace(NamedTuple):
     """folder: of this rank of this worker alone. num_bytes: of each layer group, all files included. fingerprint: 16
     bytes that tell apart what pages must not be mixed: weights, layouts, shards. siblings: the names of the folders
-    beside this one that other ranks and workers may use; others are those of workers that were removed."""
+    beside this one that other ranks and workers may use; other folders belong to workers that were removed."""
 
     folder: Path
     num_bytes: Sequence[int]
@@ -137,7 +137,7 @@ class DiskPages:
             return any(digest in entries for entries in self._entries)
 
     def find(self, group: int, digests: Sequence[bytes]) -> NDArray[np.bool_]:
-        """bool [n]: which pages of a group are written."""
+        """Returns which pages of a group are written, bool [n]."""
         with self._changed:
             return np.array([digest in self._entries[group] for digest in digests], np.bool_)
 
@@ -147,13 +147,13 @@ class DiskPages:
             return [digest for entries in self._entries for digest in entries]
 
     def take_adopted(self) -> list[bytes]:
-        """Digests of pages that were found here at the start, since the last call."""
+        """Returns the digests of pages that were found here at the start, since the last call."""
         with self._changed:
             adopted, self._adopted = self._adopted, []
             return adopted
 
     def take_removed(self) -> list[bytes]:
-        """Digests of pages that went, since the last call."""
+        """Returns the digests of pages that went since the last call."""
         with self._changed:
             removed, self._removed = self._removed, []
             return removed
@@ -169,7 +169,7 @@ class DiskPages:
             reading.done.set()
 
     def settle(self, seconds: float) -> bool:
-        """Waits until all is written and read that was asked for; whether it is."""
+        """Waits until all pages asked for are written and read. Returns whether they are."""
         with self._changed:
             return self._changed.wait_for(self._is_idle, seconds)
 
@@ -186,7 +186,7 @@ class DiskPages:
             return self._counts._replace(used=sum(len(entries) * shape.page_bytes for entries, shape in sizes))
 
     def close(self) -> None:
-        """Ends the thread behind the page that it is at; what waits is not written. Idempotent."""
+        """Ends the thread after its present page. Pages that wait are not written. Idempotent."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -300,7 +300,7 @@ class DiskPages:
         reading.done.set()
 
     def _read_pages(self, group: int, pages: Sequence[tuple[bytes, Bytes]]) -> list[bool]:
-        """At most MOST_READS, at once. Which of them are there and what their headers say."""
+        """Reads all pages at once, at most MOST_READS. Returns which of the pages are there, as their headers say."""
         with self._changed:
             shelf, entries = self._shelves[group], [self._entries[group].get(digest) for digest, _ in pages]
             known = [index for index, entry in enumerate(entries) if entry is not None]

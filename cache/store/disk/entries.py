@@ -1,4 +1,4 @@
-"""How a page is described on disk, so that it is found again after any end of its writer."""
+"""The header that describes a page on disk, so that it is found again however its writer ended."""
 
 from hashlib import blake2b
 from struct import Struct
@@ -31,14 +31,14 @@ class Entry(NamedTuple):
     sum: int
 
     def pack(self) -> bytes:
-        """HEADER_BYTES that unpack() takes."""
+        """Returns HEADER_BYTES bytes that unpack() takes."""
         name = len(self.digest), self.digest
         fields = FIELDS.pack(MAGIC, VERSION, self.group, self.fingerprint, *name, self.length, self.number, self.sum)
         return (fields + CHECKSUM.pack(crc32(fields))).ljust(HEADER_BYTES, b"\0")
 
     @classmethod
     def unpack(cls, header: bytes) -> "Entry | None":
-        """None where the bytes are no whole header of this version."""
+        """Returns the entry of a header; None if the bytes are no whole header of this version."""
         fields = header[: FIELDS.size]
         if not header.startswith(MAGIC) or CHECKSUM.unpack_from(header, FIELDS.size)[0] != crc32(fields):
             return None
@@ -64,7 +64,7 @@ class PageSum:
 
 
 def words_of(page: NDArray[np.uint8]) -> Int64Array:
-    """A page as int64; without a copy where it is some of these, and aligned."""
+    """Returns a page as int64, without a copy if it is aligned and fills whole words."""
     if page.size % 8 == 0 and page.ctypes.data % 8 == 0:
         return page.view(np.int64)
     padded = np.zeros(-(-page.size // 8), np.int64)

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def folder_name(worker: int, rank: int) -> str:
-    """The name of a rank's folder within that of its island."""
+    """Returns the name of a rank's folder in its island's folder."""
     return f"worker{worker}-rank{rank}"
 
 

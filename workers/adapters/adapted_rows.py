@@ -35,7 +35,7 @@ class AdaptedRows:
         return self._adapters is not None and self._adapters.any_uses(sequence_ids)
 
     def begin(self, forward: Forward) -> None:
-        """The next forward that the model computes eagerly is this one."""
+        """Announces the next forward that the model computes eagerly."""
         if self._adapters is None:
             return
         slots = self._adapters.slots_of(forward.seq_ids)

@@ -129,14 +129,15 @@ class Adapters:
             self._places.append(reading[1])  # the next reading into this place comes afterwards, in the same thread
 
     def remove(self, digest: bytes) -> None:
-        """No new sequence may use the adapter. Its memory is free once those that do have ended. Idempotent."""
+        """Lets no new sequence use the adapter. Its memory is free once the sequences that use it have ended.
+        Idempotent."""
         if (held := self._held.get(digest)) is not None:
             held.removed = True
             self._free_if_unused(digest)
 
     @property
     def held(self) -> tuple[HeldAdapter, ...]:
-        """The oldest first."""
+        """The adapters that are held, the oldest first."""
         size = self._weights.slot_bytes
         return tuple(
             HeldAdapter(digest, one.name, one.found.rank, size, one.slot is not None, one.users, one.removed)
@@ -169,7 +170,7 @@ class Adapters:
         return len(self._unused) - taken >= spare
 
     def take(self, sequence: int, digest: bytes) -> None:
-        """The sequence uses the adapter from now on. Raises AdapterNotHeld and OutOfSlots."""
+        """Gives the sequence the adapter. Raises AdapterNotHeld and OutOfSlots."""
         if not self.holds(digest):
             raise AdapterNotHeld(digest)
         held = self._held[digest]
@@ -177,13 +178,13 @@ class Adapters:
         held.users += 1
 
     def park(self, sequence: int) -> None:
-        """The sequence will come back: release() keeps the adapter in host memory for it."""
+        """Notes that the sequence will come back: release() keeps the adapter in host memory for it."""
         if (digest := self._users.get(sequence)) is not None:
             self._parked[sequence] = digest
             self._held[digest].users += 1
 
     def resume(self, sequence: int) -> None:
-        """A parked sequence uses its adapter again. Raises OutOfSlots, and then it stays parked."""
+        """Gives a parked sequence its adapter again. Raises OutOfSlots; then the sequence stays parked."""
         if (digest := self._parked.get(sequence)) is not None:
             self._use(sequence, digest, self._held[digest])
             del self._parked[sequence]
@@ -195,12 +196,12 @@ class Adapters:
             self.release(sequence)
 
     def forget(self, sequence: int) -> None:
-        """A parked sequence does not come back. Idempotent."""
+        """Forgets a parked sequence that does not come back. Idempotent."""
         if (digest := self._parked.pop(sequence, None)) is not None:
             self._let_go(digest)
 
     def release(self, sequence: int) -> None:
-        """The sequence uses its adapter no more. Idempotent."""
+        """Takes the adapter from the sequence. Idempotent."""
         digest = self._users.pop(sequence, None)
         if digest is None:
             return
@@ -212,8 +213,9 @@ class Adapters:
         self._let_go(digest)
 
     def slots_of(self, sequences: Sequence[int] | Int64Array, counts: Int64Array | None = None) -> Int64Array | None:
-        """The slot of each row of a forward, int64 [T], NO_ADAPTER without one. counts: rows of each sequence; None: 1.
-        None where no row has one. What is launched from now on follows the copies into these slots."""
+        """Returns the slot of each row of a forward, int64 [T], NO_ADAPTER for a row without adapter. Returns None if
+        no row has an adapter. counts: rows of each sequence; None: 1. Later launches follow the copies into these
+        slots."""
         if not self._users:
             return None
         own = np.array([self._slot_of(int(sequence)) for sequence in sequences], np.int64)

@@ -106,7 +106,7 @@ def _alpha(fields: Fields, name: str) -> float:
 
 
 def _names(fields: Fields, name: str) -> tuple[str, ...] | str:
-    """Names or their ends, or a pattern; () where there is none."""
+    """Returns names or their ends, or a pattern; () if there is none."""
     value = fields.raw(name)
     if value is None:
         return ()

@@ -1,4 +1,4 @@
-"""A PEFT folder: an adapter's tensors, and what of them fills the slot of a rank.
+"""A PEFT folder: an adapter's tensors, and the parts that fill a rank's slot.
 
 Everything that does not fit the model is refused before a tensor is read.
 """
@@ -86,7 +86,8 @@ class AdapterReader:
         return modules
 
     def _targeted(self, config: PeftConfig) -> list[str]:
-        """Parts of the model that the adapter is to change. A pattern may mean fewer than it matches here."""
+        """Returns the parts of the model that the adapter is to change. A pattern may mean fewer than it matches
+        here."""
         return [] if isinstance(config.targets, str) else list(filter(config.takes, self.weights.parts))
 
     def _module(self, config: PeftConfig, file: SafetensorsFile, module: str, pair: Mapping[str, str]) -> Module:
@@ -108,14 +109,15 @@ class AdapterReader:
         return one
 
     def _of_a(self, part: AdaptedPart, a: Tensor) -> list[Slice]:
-        """The slices of a stored A that fill `a` [r, K], which this rank holds of it: columns where it has some of the
-        weight's, else all."""
+        """Returns the slices of a stored A that fill this rank's `a` [r, K]: its own columns if the weight is split by
+        columns, else all."""
         weight = torch.empty(part.rows, part.columns, device="meta")
         first = slices_of(f"{part.name}.weight", weight, self.config, (part.rows, -1))[0]
         return [Slice(a, 1, first.begin, first.extent) if first.dim == 1 else Slice(a)]
 
     def _of_b(self, part: AdaptedPart, b: Tensor) -> list[Slice]:
-        """The same of a stored B and `b` [n, r]: rows where it has some of the weight's, else all."""
+        """Returns the slices of a stored B that fill this rank's `b` [n, r]: its own rows if the weight is split by
+        rows, else all."""
         return slices_of(f"{part.name}.weight", b, self.config, (b.shape[0], b.shape[1]))
 
     def _fill(self, file: SafetensorsFile, modules: list[Module], digest: PeftDigest, numbers: Tensor) -> Found:

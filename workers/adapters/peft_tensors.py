@@ -33,7 +33,7 @@ class PeftDigest:
 
 
 def read_tensor(file: SafetensorsFile, name: str) -> Tensor:
-    """The whole tensor, as it is stored."""
+    """Reads the whole tensor, as it is stored."""
     stored = torch.empty(file.tensors[name].shape, dtype=file.dtype_of(name))
     staging = new_staging("cpu")
     for part in file.parts(name, Slice(stored)):

@@ -104,7 +104,8 @@ class Decodes:
         *,
         parks: bool = True,
     ) -> Reservation:
-        """See Reservations.prepare. NoRoom also while others go before: older prompts of peers, and see Parking."""
+        """See Reservations.prepare. Raises NoRoom also while others go first: older prompts of peers, and see
+        Parking."""
         known = self._reservations.get(request_id) is not None
         if self._scheduler.lacks_room and not known:
             raise NoRoom(f"no room for request {request_id!r}: prompts of peers wait for it")
@@ -121,7 +122,7 @@ class Decodes:
         constraint: Constraint | None = None,
         gatherer: PromptLogprobs | None = None,
     ) -> None:
-        """Tokens of a reserved request go to `token_stream` once its KV is here. A local prompt is queued now."""
+        """Sends the tokens of a reserved request to `token_stream` once its KV is here. Queues a local prompt now."""
         request = self._reservations.start(request_id, reservation_id, params.max_tokens, num_output)
         request.params, request.constraint, request.gatherer = params, constraint, gatherer
         request.rule, request.token_stream = FinishRule.of(params, self._eos_token_ids), token_stream
@@ -152,11 +153,11 @@ class Decodes:
     # Prompts that this worker computes itself; see LocalPrompts
 
     def begun(self, request: DecodeRequest) -> None:
-        """It has its first token, and a row in the next batch."""
+        """Takes a request that has its first token. It gets a row in the next batch."""
         self._joining.append(request)
 
     def whole(self, request: DecodeRequest) -> None:
-        """It ended with its first token."""
+        """Takes a request that ended with its first token."""
         self._end(request, writer_quiet=True)
 
     @property
@@ -190,7 +191,7 @@ class Decodes:
         return self._steps.behind is not None and self._steps.behind.verifies
 
     def ran_beside(self, chunks: StepLoad) -> None:
-        """Chunks were launched behind the last step, or are launched with the next one."""
+        """Notes that chunks were launched after the last step, or are launched with the next one."""
         self._beside = self._beside.plus(chunks)
 
     def upkeep(self) -> float | None:
@@ -253,7 +254,7 @@ class Decodes:
         return 0 if steps.reading is None else self.read()
 
     def read(self) -> float:
-        """Hands out the tokens of the step that is read, once it is done. How long to wait then."""
+        """Hands out the tokens of the step that is read, once it is done. Returns how long to wait then."""
         in_flight = self._steps.reading
         assert in_flight is not None
         try:
@@ -290,7 +291,7 @@ class Decodes:
         self._fanout.publish(updates)
 
     def _join(self, requests: list[DecodeRequest]) -> None:
-        """Gives them rows. Of one that is alone a step that was foreseen is launched before all else."""
+        """Gives requests rows. If a request is alone, launches the step that was prepared for it before all else."""
         pending = None
         if len(requests) == 1 and not len(self._rows) and self._steps.behind is None:
             try:
@@ -359,7 +360,7 @@ class Decodes:
             self._fail_rows(failed)
 
     def _fail_rows(self, requests: list[DecodeRequest]) -> None:
-        """Their logits are not finite, so that nobody shares their KV, or their masks have failed."""
+        """Ends rows whose logits are not finite, so that nobody shares their KV, or whose masks have failed."""
         self._rows.leave(requests)
         for request in requests:
             position = len(request.prompt) + len(request.output)
@@ -367,7 +368,8 @@ class Decodes:
             self.failed(request, guide_error(request.constraint) or LogitsNotFinite(request.request_id, position))
 
     def _fail_all(self, error: Exception) -> float:
-        """Ends every request with a row, now or in a step whose tokens are not read yet. What read() returns then."""
+        """Ends every request with a row, now or in a step whose tokens are not read yet. Returns what read() then
+        returns."""
         requests = [one for one in self._reservations.decoded() if one not in (*self._joining, *self._parking.rising)]
         log.error("a decode forward failed", exc_info=error, extra=of_requests(*requests))
         try:

@@ -20,7 +20,7 @@ class GuideMasks:
         self._late: Sequence[DecodeRequest] = ()  # rows of the step that was launched last, while it waits for masks
 
     def launched(self, step: DecodeStep, requests: Sequence[DecodeRequest]) -> None:
-        """The step was launched, with these rows."""
+        """Notes that the step was launched, with these rows."""
         if step.sampling.is_guided:
             self._late = requests
 

@@ -64,7 +64,7 @@ class LocalPrompts:
         self._queue.add(prompt)
 
     def withdraw(self, request: DecodeRequest) -> bool:
-        """No more is computed, and the sequence goes; False when no prompt of the request is under way."""
+        """Stops computing, and removes the sequence. False if no prompt of the request is under way."""
         prompt = self._prompts.pop(request.request_id, None)
         if prompt is None:
             return False
@@ -72,7 +72,7 @@ class LocalPrompts:
         return True
 
     def post(self, prompt: LocalPrompt, row: int) -> None:
-        """No peer awaits it."""
+        """Does nothing: no peer awaits the token."""
 
     def finish(self, prompt: LocalPrompt, first: FirstToken) -> None:
         """See Destination."""

@@ -120,5 +120,5 @@ class Overcommit:
 
 
 def rank(request: DecodeRequest) -> tuple[int, int]:
-    """The order of requests. The last one leaves first."""
+    """Returns a request's place in the order. The last one leaves first."""
     return request.level, request.sequence_id

@@ -95,7 +95,7 @@ class Parking:
         self._granted = True  # whether a request of that priority has found room since
 
     def __len__(self) -> int:
-        """Requests that have begun but have no row."""
+        """The number of requests that have begun but have no row."""
         paused = 0 if self._growth is None else len(self._growth)
         return len(self._leaving) + len(self._copying) + len(self._parked) + len(self._rising) + paused
 
@@ -126,8 +126,8 @@ class Parking:
             raise NoRoom(f"a request of priority {self._refused[0]} gets room before one of priority {priority}")
 
     def _refused_one(self, ask: Ask, *, parks: bool, lacks_slot: bool) -> "Future[None] | None":
-        """Notes that a request found no room. The future ends when others have left for it; None if none will. One that
-        lacks a slot alone holds nobody up."""
+        """Notes that a request found no room. The future ends when others have left for it; None if none will. A
+        request that lacks only a slot holds nobody up."""
         priority = ask.prompt.priority
         if not lacks_slot and not self._is_asked_for(priority):
             self._note(priority)
@@ -162,7 +162,7 @@ class Parking:
 
     @property
     def again(self) -> float | None:
-        """Seconds until upkeep() must be called again; None: no need."""
+        """Returns the seconds until upkeep() must be called again; None: no need."""
         if self._copying or self._rising:
             return COPY_POLL_SECONDS
         return POLL_SECONDS if len(self) else None
@@ -187,7 +187,7 @@ class Parking:
         return self._parked.pop(request, None) is not None
 
     def _copy(self) -> None:
-        """Starts to copy requests that no step in flight has, and frees the pages of those that are copied."""
+        """Starts to copy requests that no step in flight has, and frees the pages of requests that are copied."""
         engine, leaving = self._engine, self._leaving
         self._leaving = [request for request in leaving if self._is_stepped(request)]
         for request in leaving:
@@ -300,7 +300,7 @@ class Parking:
             want.done.set_result(None)
 
     def _note(self, priority: int) -> None:
-        """A request of this priority finds no room now."""
+        """Notes that a request of this priority finds no room now."""
         self._refused, self._granted = (priority, self._clock()), False
 
     def _is_asked_for(self, own: int) -> bool:

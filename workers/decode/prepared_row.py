@@ -28,12 +28,12 @@ class PreparedRow:
             self._engine.prepare(self._rows)
 
     def launch(self, request: DecodeRequest) -> PendingSamples | None:
-        """Launches the step, whose token is here. None, and nothing happens, where it is not prepared any more."""
+        """Launches the step, whose token is here. Returns None and does nothing if it is not prepared any more."""
         rows = self._rows
         if rows is None or rows.sequence_ids[0] != request.sequence_id:
             return None
         return self._engine.launch(Step(rows._replace(tokens=np.array(request.output)), foreseen=True)).rows
 
     def drop(self) -> None:
-        """Other steps come first. Idempotent."""
+        """Drops the prepared step: other steps come first. Idempotent."""
         self._rows = None

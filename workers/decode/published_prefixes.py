@@ -18,7 +18,7 @@ class PublishedPrefixes:
         self._sharing = sharing
 
     def prompts(self, requests: Sequence[DecodeRequest]) -> None:
-        """Their KV is here. Requests that have ended are passed over."""
+        """Publishes the prompts of requests whose KV is here. Passes over requests that have ended."""
         for request in requests if self._sharing else ():
             if not request.ended and not request.parked and request.prompt.sliding is None:
                 self._engine.publish(request.sequence_id, request.prompt.token_ids, request.prompt.salt)

@@ -1,4 +1,4 @@
-"""Steps that were launched and are not read: the one that is read next, and with overlap scheduling one behind it."""
+"""Steps that were launched and are not read: the one that is read next, and with overlap scheduling one after it."""
 
 from collections.abc import Sequence
 from typing import ClassVar, Protocol
@@ -27,14 +27,14 @@ class LaunchedStep(Protocol):
 
     @property
     def released(self) -> list[int]:
-        """Sequences that ended since; the step may write to their pages."""
+        """The sequences that ended since the launch. The step may write to their pages."""
         ...
 
     verifies: ClassVar[bool]
     """True if only a verify step may be launched after it."""
 
     def runs(self, samples: Samples) -> list[TokenRun]:
-        """The tokens of each request."""
+        """Returns the tokens of each request."""
         ...
 
     def settle(self, samples: Samples, runs: Sequence[TokenRun], *, is_last: bool) -> None:
@@ -56,8 +56,8 @@ class StepsInFlight:
         return self.behind is not None or self.reading is not None
 
     def launched(self, step: LaunchedStep | None, *, overlaps: bool) -> None:
-        """`step` was launched, while nothing was read; None: nothing more was. overlaps: it is read when the next one
-        has been launched."""
+        """Notes that `step` was launched, while nothing was read; None: nothing more was. overlaps: it is read once the
+        next step has been launched."""
         if overlaps:
             self.reading, self.behind = self.behind, step
         else:
@@ -73,12 +73,12 @@ class StepsInFlight:
         self._retired.add(request.sequence_id)
 
     def done(self, step: LaunchedStep) -> None:
-        """Nothing that belongs to the step is under way any more."""
+        """Notes that nothing of the step is under way any more."""
         for sequence_id in step.released:
             self._engine.free(sequence_id)
 
     def drop(self) -> None:
-        """All have failed and are done."""
+        """Drops the steps: all have failed and are done."""
         steps, self.behind, self.reading = (self.reading, self.behind), None, None
         for step in steps:
             if step is not None:

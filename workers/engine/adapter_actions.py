@@ -104,7 +104,7 @@ class AdapterActions:
 
     @contextmanager
     def _adapter_of_parked(self, sequence: int) -> Iterator[None]:
-        """The sequence comes back within. Raises OutOfSlots."""
+        """Gives a parked sequence its adapter for the block in which it comes back. Raises OutOfSlots."""
         if self._adapters is None:
             yield
             return

@@ -121,7 +121,7 @@ class Engine(StoreCalls, AdapterActions):
 
     @action
     def received(self, sequence: int) -> None:
-        """No write of a peer into the sequence can come any more. Idempotent."""
+        """Notes that no peer can write into the sequence any more. Idempotent."""
         self._cache.finish_receive(sequence)
 
     @action
@@ -161,7 +161,7 @@ class Engine(StoreCalls, AdapterActions):
 
     @action
     def forget(self, sequence: int) -> None:
-        """A parked sequence does not come back. Idempotent."""
+        """Forgets a parked sequence that does not come back. Idempotent."""
         self._cache.drop_parked(sequence)
         self._forget_adapter(sequence)
 
@@ -215,8 +215,8 @@ class Engine(StoreCalls, AdapterActions):
     ) -> PendingSamples:
         """Samples a token for each row of the logits, see ModelRunner.sample_async. Then a head computes its part of
         the prompts. Their KV is whole only after that. Then the sequences `pushes` are pushed, see
-        PagedKVCache.send_cached, and the tokens posted, in order. Each signal comes behind all writes to its PE that
-        were launched before. Raises PeerGone."""
+        PagedKVCache.send_cached, and the tokens posted, in order. Each signal follows all earlier writes to its PE.
+        Raises PeerGone."""
         tokens, pending = self._runner.sample_async(logits.on_device, sampling, positions, masks)
         left, logits.left = logits.left, None
         if left is not None:
@@ -232,7 +232,8 @@ class Engine(StoreCalls, AdapterActions):
 
     @action
     def mask(self, masks: Int32Array) -> None:
-        """The masks of the guided rows of the step that was launched last, see masks_of(). It samples now."""
+        """Takes the masks of the guided rows of the step that was launched last, see masks_of(). The step samples
+        now."""
         assert self._late is not None, "the last step waits for no masks"
         late, self._late = self._late, None
         late.launch(masks)
@@ -287,7 +288,7 @@ class Engine(StoreCalls, AdapterActions):
 
     @property
     def capabilities(self) -> Capabilities:
-        """They change when something is captured."""
+        """What the engine can do. It changes when something is captured."""
         runner, following = self._runner, self._runner.next_drafts
         most, looks_up = (0, False) if following is None else (following.num_sequences, following.looks_up)
         return Capabilities(runner.overlaps, runner.drafts is not None, most, looks_up, self._sizes)
@@ -303,7 +304,7 @@ class Engine(StoreCalls, AdapterActions):
         return self._runner.has_prompt_graph(num_sequences, num_tokens)
 
     def room(self, num_tokens: int, longest_append: int, encoder_len: int = 0) -> Room:
-        """Room for one more sequence; see Admission."""
+        """Returns the room for one more sequence; see Admission."""
         return self._cache.room(num_tokens, longest_append, encoder_len)
 
     def sequence(self, sequence: int) -> SequenceState:
@@ -348,7 +349,8 @@ class Engine(StoreCalls, AdapterActions):
         return all_past(self._runner.mark(), self._cache.copies_past() if copies else None)
 
     def peers_mark(self) -> Callable[[], bool] | None:
-        """Says whether peers may write into the pages that are free or reserved now; None where they may."""
+        """Returns a call that tells whether peers may write into the pages that are free or reserved now. None if they
+        may."""
         return self.mark(copies=True) if self.lets_go else self._cache.copies_past()
 
     def fence(self, pe: int) -> Fence:

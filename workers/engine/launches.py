@@ -19,7 +19,7 @@ class Launches:
         self._num_prompts = 0  # launches with prompts so far
 
     def prompts(self, step: Step) -> Launched:
-        """A step without rows."""
+        """Launches a step without rows."""
         assert step.chunks is not None, "a step has rows or chunks"
         if not step.scored:
             logits, left = self._runner.prompts(step.chunks, push=step.push)
@@ -28,7 +28,7 @@ class Launches:
         return Launched(prompts=self._named(logits), scored=scored)
 
     def rows(self, rows: DecodeStep, step: Step) -> Launched:
-        """A step with rows. Raises DraftsFailed."""
+        """Launches a step with rows. Raises DraftsFailed."""
         if step.chunks is not None:
             pending, logits = self._runner.step_with_prompts(rows.sequence_ids, StepInputs(*rows[1:]), step.chunks)
             return Launched(pending, None, self._named(logits))

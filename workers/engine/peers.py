@@ -28,5 +28,5 @@ class Peers(NamedTuple):
         return cls(*where, transport.num_pages, num_request_rows(transport), transport.layouts, epochs)
 
     def with_epoch(self, pe: int, epoch: int) -> "Peers":
-        """Once a peer has gone, or another process has its place."""
+        """Returns the peers once one has gone, or another process has its place."""
         return self._replace(epochs=(*self.epochs[:pe], epoch, *self.epochs[pe + 1 :]))

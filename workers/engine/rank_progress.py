@@ -5,8 +5,8 @@ from typing import NamedTuple
 
 
 class RankProgress(NamedTuple):
-    """sums: that it has entered; 0 on a GPU, where kernels count them. messages: of the leader that it has done with,
-    or written as the leader."""
+    """sums: sums over ranks that it has entered; 0 on a GPU, where kernels count them. messages: the leader's messages
+    that it is done with, or that it wrote as the leader."""
 
     pid: int
     sums: int

@@ -12,7 +12,7 @@ from tandem.workers.scheduling.batch import DecodeStep
 
 
 class DraftsFailed(RuntimeError):
-    """A model's drafts could not be launched, and nothing else was."""
+    """A model's drafts could not be launched. Nothing else was launched."""
 
 
 class StepDrafts(NamedTuple):

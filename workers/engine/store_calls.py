@@ -14,7 +14,7 @@ class StoreCalls:
 
     @action
     def widen(self, slots: Sequence[int]) -> None:
-        """The store may use so many slots of each layer group: see ready_slots. Replays and ranks get as many at the
+        """Lets the store use this many slots of each layer group: see ready_slots. Replays and ranks get as many at the
         same place among the actions."""
         if self._cache.page_store is not None:
             self._cache.page_store.widen(slots)
@@ -26,7 +26,7 @@ class StoreCalls:
 
     @action
     def land(self, number: int) -> int:
-        """Pages of lift() that all ranks have read are in the store from now on. Returns how many these are."""
+        """Adds the pages of lift() that all ranks have read to the store. Returns how many there are."""
         return self._cache.land(number)
 
     def below(self, prompt: PromptSpec, most_bytes: int | None) -> list[tuple[int, list[bytes]]]:

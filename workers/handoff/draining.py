@@ -16,7 +16,7 @@ QUIET_SECONDS = 8.0  # until the callers of a request hear that its writes may s
 
 
 class DrainingWrites:
-    """The writes of one request, which issues no more of them. Answers its callers once all are quiet.
+    """The writes of one request, which issues no more. Answers its callers once all are quiet.
 
     Until then the writes may read the sender's pages and change the receiver's, however long it takes. At the deadline
     the callers only stop waiting. Owned by the step thread.

@@ -89,12 +89,13 @@ class Handoff:
         return Lease(reservation.lease_seconds * WRITER_FRACTION, self._clock)
 
     def begin(self, request: PrefillRequest) -> None:
-        """This worker writes for the request from now on; check() came first."""
+        """Lets this worker write for the request from now on; check() came first."""
         self._grants.take(request.reservation)
         self._requests[request.request_id] = request
 
     def attend(self, request_id: str) -> Lease | None:
-        """The lease of a request, which does not run until the caller leaves it; None when the request has ended."""
+        """Returns the lease of a request, which does not run until the caller leaves it; None if the request has
+        ended."""
         request = self._requests.get(request_id)
         if request is None:
             return None
@@ -155,7 +156,8 @@ class Handoff:
         self.drain(request, error)
 
     def drain(self, request: PrefillRequest, error: Exception | None) -> None:
-        """No forward has this request any more. error: why it has no result; its caller hears it once all is quiet."""
+        """Begins to drain a request that no forward has any more. error: why it has no result; its caller hears it once
+        all is quiet."""
         self._draining[request.request_id] = DrainingWrites(self._engine, request, error, self._clock)
 
     def end(self, request: PrefillRequest, error: Exception) -> None:
@@ -218,7 +220,8 @@ class Handoff:
         ]
 
     def _stop_expired(self, stop: Stop) -> None:
-        """A request that drains only waits for what it has written: its lease does not matter."""
+        """Stops requests whose lease is over. A draining request only waits for what it has written: its lease does not
+        matter."""
         for request in [request for request in self._requests.values() if request.lease.is_over]:
             if request.request_id in self._draining:
                 continue
@@ -227,7 +230,7 @@ class Handoff:
             stop(request, LeaseExpired(reason))
 
     def _forget(self, request: PrefillRequest) -> None:
-        """It writes no more and holds no page here; a call that comes again finds its result."""
+        """Forgets a request that writes no more and holds no page here. A call that comes again finds its result."""
         del self._requests[request.request_id]
         self._ended.add(request)
 

@@ -170,10 +170,11 @@ class Reservations:
         return request
 
     def narrow(self, request: DecodeRequest) -> None:
-        """The prompt of a local request is computed: from now on it grows by single tokens, and drafts, or slides.
+        """Narrows the room of a local request whose prompt is computed: from now on it grows by single tokens, and
+        drafts, or slides.
 
-        That takes no page which prepare() has not set aside, also where others share some by now. OutOfPages, which
-        changes nothing, would say that the request may not be able to grow.
+        It takes no page that prepare() has not set aside, even if others share some by now. OutOfPages, which changes
+        nothing, would say that the request may not be able to grow.
         """
         reach = self.room.reach(request.prompt, request.max_tokens)
         self._engine.narrow(request.sequence_id, *reach, request.prompt.sliding)
@@ -185,7 +186,7 @@ class Reservations:
         return mailbox
 
     def receive(self, request: DecodeRequest, mailbox: Int64Array) -> int:
-        """The first token of a request whose KV is complete. Raises CorruptKV: then the request must end."""
+        """Returns the first token of a request whose KV is complete. Raises CorruptKV: then the request must end."""
         assert request.signal is not None
         token, sent = unpack_payload(int(mailbox[request.signal.row, 1]))
         self._settle(request)
@@ -219,7 +220,8 @@ class Reservations:
             self._engine.recall(recall)
 
     def settle_draining(self, request_id: str) -> bool:
-        """The writer of a draining request is quiet, says who asked it. False when none of that id drains."""
+        """Frees what a draining request holds: its writer is quiet, as the caller has heard. False if no request of
+        that id drains."""
         for recall, request in self._draining.items():
             if request.request_id == request_id:
                 self.mailbox()  # what its writer may have posted is not stale: it is seen before the slot's next use
@@ -243,7 +245,7 @@ class Reservations:
     def reap(self) -> float | None:
         """Ends reservations whose lease is over, and frees what has drained. Needs no free page.
 
-        In how many seconds it has to be called again; None: not before another call changed something.
+        Returns in how many seconds it has to be called again; None: not before another call changed something.
         """
         if not self._leases and not self._draining:
             return None
@@ -331,7 +333,7 @@ class Reservations:
         return not self.slots.would_begin(prompt.adapter, prompt.priority, spare, freed=freed)
 
     def _spare_slots(self, writer_pe: int) -> int:
-        """Slots that a reservation for this writer leaves unused."""
+        """Returns the number of slots that a reservation for this writer leaves unused."""
         return int(writer_pe > self._engine.peers.pe)
 
     @property

@@ -14,8 +14,8 @@ IsPast = Callable[[], bool]
 class RetiredSequences:
     """Keeps their pages until the device is past those forwards. Owned by the step thread.
 
-    Work that is launched later could have the pages at once, for it runs later. A peer that writes into them could not:
-    its writes know no order with what runs here.
+    Work that is launched later could have the pages at once. A peer's writes could not: nothing orders them after the
+    forwards that run here.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -32,8 +32,8 @@ class RetiredSequences:
     def windows_past(self) -> "Future[None] | None":
         """Ends once peers may write into pages that are free or reserved now, or None at once.
 
-        Layouts that drop what is past or keep states, and sequences that slide, keep them waiting: there pages are let
-        go of that a forward may still use. So do copies between the pools and a store.
+        Layouts that drop what is past or keep states, and sequences that slide, keep them waiting: they free pages that
+        a forward may still use. So do copies between the pools and a store.
         """
         is_past = self._engine.peers_mark()
         if is_past is None:

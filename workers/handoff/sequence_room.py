@@ -1,4 +1,4 @@
-"""How much room the sequence of a request gets."""
+"""The room that a request's sequence gets."""
 
 import math
 
@@ -49,11 +49,11 @@ class SequenceRoom:
         return [engine.room(longest, most, encoder_len) for encoder_len in halves]
 
     def _slid_length(self, sliding: SlidingWindow, prompt: int) -> int:
-        """The most indices that a sequence takes up which slides once it has a prompt of so many tokens: see
+        """Returns the most indices that a sequence takes up if it slides after a prompt of so many tokens: see
         SlidingTable.longest."""
         return max(prompt, sliding.window + 2 * self._engine.layout.page_size - 1)
 
 
 def longest_append(speculation: SpeculationSettings) -> int:
-    """Tokens of one decoded sequence in forwards not known to be done."""
+    """Returns the tokens of one decoded sequence in forwards not known to be done."""
     return LONGEST_APPEND + speculation.tokens

@@ -52,7 +52,7 @@ class SlotTurns:
         return False
 
     def would_begin(self, digest: bytes, priority: int, spare: int = 0, *, freed: int) -> bool:
-        """The same if so many more slots were unused. Nothing changes."""
+        """Returns whether the adapter would find a slot if this many more were unused. Changes nothing."""
         return not digest or self._finds(digest, priority, spare - freed)
 
     def may_resume(self, digest: bytes, own: int) -> bool:
@@ -69,7 +69,7 @@ class SlotTurns:
         return False
 
     def wait(self, digest: bytes, priority: int, spare: int = 0) -> None:
-        """A request has found no slot."""
+        """Notes that a request has found no slot."""
         now = self._clock()
         known = self._waiting.get(digest)
         if known is None or now - known.asked > ASKED_SECONDS:
@@ -78,7 +78,7 @@ class SlotTurns:
             known.priority, known.asked, known.spare = min(known.priority, priority), now, spare
 
     def took(self, digest: bytes) -> None:
-        """A request of the adapter has begun or resumed."""
+        """Notes that a request of the adapter has begun or resumed."""
         self._waiting.pop(digest, None)
         in_use = self._engine.adapters_in_use
         if in_use.get(digest) == 1:
@@ -99,7 +99,7 @@ class SlotTurns:
         return self._engine.has_slot(digest, spare + len(before))
 
     def _giving_way(self, own: int) -> list[bytes]:
-        """Adapters in use that get no new requests of this level."""
+        """Returns the adapters in use that get no new requests of this level."""
         now, in_use = self._clock(), self._engine.adapters_in_use
         waiting = {digest: (self._level(wait, now), wait) for digest, wait in self._needing(now)}
         first = {
@@ -117,7 +117,7 @@ class SlotTurns:
         return [one for one in giving if now - self._began.get(one, -math.inf) > PASSED_SECONDS]
 
     def _needing(self, now: float) -> list[tuple[bytes, _Wait]]:
-        """Adapters that wait for a slot to become free, and for which somebody has asked a moment ago."""
+        """Returns the adapters that wait for a slot and that a request has asked for a moment ago."""
         for digest in [one for one, wait in self._waiting.items() if now - wait.asked > ASKED_SECONDS]:
             del self._waiting[digest]
         in_use = self._engine.adapters_in_use

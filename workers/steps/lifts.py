@@ -30,8 +30,8 @@ class Lifts:
         self._under_way: deque[Lift] = deque()
 
     def begin(self, prompt: PromptSpec) -> "Future[None] | None":
-        """Ends once the pages are in host memory that a disk has of the prompt's beginning; None where it has none,
-        where there is no room for them now, or where computing takes less time."""
+        """Returns a future that ends once the pages that a disk has of the prompt's beginning are in host memory. None
+        if it has none, if there is no room for them now, or if computing takes less time."""
         if not self._is_sharing(prompt) or len(self._under_way) >= MOST_LIFTS:
             return None
         wanted = self._engine.below(prompt, self._most_bytes())

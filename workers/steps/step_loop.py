@@ -103,7 +103,7 @@ class StepLoop:
         self.scheduler.pace.sizes = self.engine.capabilities.sizes
 
     def abort(self, request_id: str, writer_quiet: bool) -> "list[Future[bool]]":
-        """Ends a request on both sides. Each future says whether that side knew it; see Prefills and Decodes.
+        """Ends a request on both sides. Each future tells whether that side knew it; see Prefills and Decodes.
 
         writer_quiet: for the decode side.
         """
@@ -115,12 +115,12 @@ class StepLoop:
         return self.prefills.release(prefix)
 
     def check_peer(self, pe: int) -> None:
-        """PeerLost once the peer is, or with it the island."""
+        """Raises PeerLost once the peer is lost, or with it the island."""
         if lost := self.engine.loss(pe):
             raise PeerLost(f"nothing can come from PE {pe}: {lost}")
 
     def part(self, pe: int) -> None:
-        """The peer was cut, see Transport.cut. What it was to write or to get ends with PeerLost; all else goes on."""
+        """Ends with PeerLost what a peer that was cut was to write or to get, see Transport.cut. All else goes on."""
         error = PeerLost(f"PE {pe} has left the island")
         self.prefills.part(pe, error)
         for request in self._reservations.part(pe):
@@ -164,8 +164,8 @@ class StepLoop:
         return self.meter.prompt_tokens_per_second or self.scheduler.pace.prompt_rate()
 
     def _stored_price(self, pages: PageCounts) -> float:
-        """Time to bring a token's pages back ÷ time to compute it, at most 1: of host memory and of the disk behind it,
-        by the bytes that are in each."""
+        """Returns the time to bring a token's pages back ÷ the time to compute it, at most 1. It weighs host memory and
+        the disk by the bytes that are in each."""
         tiers = (
             (pages.host_bytes_used, self._most_bytes()),
             (
@@ -185,7 +185,7 @@ class StepLoop:
         return int(copies / prompts) if copies and prompts else None
 
     def _most_bytes_read(self) -> int | None:
-        """The same of pages that are first read from a disk."""
+        """Returns as _most_bytes(), for pages that are first read from a disk."""
         most_bytes, copies, reads = self._most_bytes(), self.engine.copy_rate, self.engine.disk_rate
         return int(most_bytes * reads / (copies + reads)) if most_bytes is not None and reads else None
 
@@ -231,7 +231,7 @@ class StepLoop:
         return prefill_wait if wait is None else min(wait, prefill_wait)
 
     def _compute_jointly(self, batch: StepBatch) -> float:
-        """Rows and chunks in one forward."""
+        """Computes rows and chunks in one forward."""
         waits: list[float] = []
 
         def forward(step: DecodeStep) -> PendingSamples:

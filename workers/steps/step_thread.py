@@ -19,8 +19,8 @@ LEAST_COMMAND_SECONDS = 0.001
 
 class Steps(Protocol):
     def step(self) -> float | None:
-        """Do one step of work. How long the thread may then wait for a command: 0 when there is more work now,
-        seconds when something is polled for, None when only a command can bring work."""
+        """Does one step of work. Returns how long the thread may then wait for a command: 0 if there is more work now,
+        seconds if it polls for something, None if only a command can bring work."""
         ...
 
 

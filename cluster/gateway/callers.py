@@ -27,7 +27,7 @@ class Callers:
         self.gate = Gate(None if token is None else BearerToken(token).admits, self.book)
 
     async def start(self) -> None:
-        """Reads the file. One that cannot be used is told in the log: `tandem up` has read it before."""
+        """Reads the file. If it cannot be used, only the log says so: `tandem up` has read it before."""
         if self.book is not None:
             await self.book.look()
 

@@ -109,8 +109,8 @@ class Gateway:
         self._warm_up: WarmUp | None = None
 
     async def start(self, num_pages: int | None = None) -> GatewayAddresses:
-        """Opens the ports. num_pages: of each worker; None where the settings' model has them. StartFailed when a port
-        cannot be had."""
+        """Opens the ports. num_pages: of each worker; None if the settings' model has them. Raises StartFailed if a
+        port cannot be had."""
         settings, turns = self._settings, CallTurns()
         if num_pages is not None:
             self._model = self._model.with_pages(num_pages)
@@ -161,7 +161,7 @@ class Gateway:
         self._readiness = Readiness(self._islands, adaptive=bound is not None)
 
     def _make_requests(self) -> None:
-        """The requests by id, and what observes their ends."""
+        """Makes the requests by id, and the observers of their ends."""
         section, security = self._settings.config.gateway, self._settings.security
         self._metrics = RequestMetrics(self._table)
         self._callers = Callers(self._settings, self._table, self._metrics, self._links)
@@ -233,14 +233,15 @@ class Gateway:
         )
 
     async def _tell_health(self) -> None:
-        """Inference, and the server as a whole, serve where requests would be served; Admin as long as this lives."""
+        """Tells gRPC's health: Inference and the whole server serve while requests would be served, Admin as long as
+        this lives."""
         states = health_pb2.HealthCheckResponse
         ready = states.NOT_SERVING if self._readiness.reason else states.SERVING
         for service, state in (("", ready), (INFERENCE, ready), (ADMIN, states.SERVING)):
             await self._health.set(service, state)
 
     async def _peer_server(self) -> PeerServer | None:
-        """The table says where it listens before there is a request to ask for."""
+        """Starts the server for other processes. The table names its socket before there is a request to ask for."""
         self._table.put(Column.PID, os.getpid())
         settings, requests, abroad = self._settings, self._requests, None
         if settings.peers is not None:
@@ -266,7 +267,7 @@ class Gateway:
         return server
 
     def _http_servers(self, scrape: Scrape | None) -> "tuple[HttpServer | None, HttpServer | None]":
-        """Clients', and monitors' own."""
+        """Makes the HTTP server for clients, and the one for monitors."""
         settings, section, metrics = self._settings, self._settings.config.gateway, self._settings.config.metrics
         if settings.http_port is None and settings.metrics_port is None:
             return None, None
@@ -303,7 +304,8 @@ class Gateway:
         return http, monitor
 
     async def drain(self) -> None:
-        """Says that it is not ready, and serves on for gateway.drain_seconds. At once where it was not ready before."""
+        """Says that it is not ready, and serves on for gateway.drain_seconds. Returns at once if it was not ready
+        before."""
         was_ready = not self._readiness.reason
         self._readiness.drain()
         await self._tell_health()
@@ -311,7 +313,8 @@ class Gateway:
             await asyncio.sleep(self._settings.config.gateway.drain_seconds)
 
     async def stop(self, grace: float, why: str = "it was stopped") -> None:
-        """No new calls; those under way have `grace` seconds, then they end with an error. why: it ends, in words."""
+        """Takes no new calls. Calls under way have `grace` seconds, then they end with an error. why: the reason, in
+        words."""
         self._readiness.drain()
         self._orders.close()
         await self._health.enter_graceful_shutdown()
@@ -337,7 +340,7 @@ class Gateway:
 
     @property
     def running(self) -> int:
-        """Requests that are placed or wait for room in this process."""
+        """Returns how many requests are placed or wait for room in this process."""
         return self._requests.running
 
     def prepare(self) -> None:
@@ -378,7 +381,7 @@ class Gateway:
             self._account.outage = outage
 
     async def placed_tokens(self, island: str) -> int:
-        """Tokens of this process's requests that the island's workers have not yet ended."""
+        """Returns the tokens of this process's requests that the island's workers have not yet ended."""
         return self._islands.placed_tokens(island)
 
     async def unfinished(self, island: str, pes: frozenset[int], *, move: bool) -> int:

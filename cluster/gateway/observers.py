@@ -11,7 +11,7 @@ from tandem.cluster.tracing.request_trace import Tracer
 
 
 def open_tracer(config: ClusterConfig) -> tuple[Tracer, Callable[[], None]]:
-    """And what ends its export, which may take seconds."""
+    """Returns the tracer, and a call that ends its export, which may take seconds."""
     section = config.tracing
     if section.endpoint is None:
         return Tracer(section.keep, 0.0), lambda: None

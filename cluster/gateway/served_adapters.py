@@ -43,7 +43,8 @@ class ServedAdapters:
         return [self._loads.run()] if self._brings else []
 
     async def bring(self) -> None:
-        """Workers that have come hold all adapters when this returns, or get the rest beside what they serve.
+        """Brings all adapters to workers that have come. When this returns they hold all, or get the rest while they
+        serve.
 
         StartFailed where those of the configuration cannot be served at the cluster's start.
         """

@@ -8,9 +8,9 @@ from tandem.cluster.peers.table import Column, GatewayTable
 class ClaimClock:
     """A hybrid logical clock: Lamport's, which begins at the time of day (Kulkarni et al., 2014).
 
-    A number is higher than all that this process has given or seen, and than those of the other processes of its host.
-    So a call that begins after this host has heard of another one has the higher number, whatever the hosts' clocks
-    say. The time of day orders calls of hosts that did not hear of each other. Owned by the gateway's event loop.
+    A new number is higher than all numbers that this process has given or seen, or another process of its host. So a
+    call that begins after this host has heard of another one has the higher number, whatever the hosts' clocks say. The
+    time of day orders calls of hosts that did not hear of each other. Owned by the gateway's event loop.
     """
 
     def __init__(self, table: GatewayTable) -> None:
@@ -23,6 +23,6 @@ class ClaimClock:
         return number
 
     def see(self, number: int) -> None:
-        """Another process has given it."""
+        """Takes a number that another process has given."""
         if number > self._table.own(Column.CLOCK):
             self._table.put(Column.CLOCK, number)

@@ -42,8 +42,8 @@ class Claim:
 class Claims:
     """Asks the other processes. Owned by the gateway's event loop.
 
-    Of this host only processes in whose row the id's cell counts something are asked: for most requests none is. Other
-    hosts have tables of their own. A call that resumes asks one process of each, for its whole host.
+    On this host it asks only the processes whose row counts something in the id's cell: for most requests none does.
+    Other hosts have tables of their own. A call that resumes asks one process of each, for its whole host.
     """
 
     def __init__(self, table: GatewayTable, links: PeerLinks) -> None:
@@ -59,7 +59,8 @@ class Claims:
         return [other for other in self._table.others() if self._table.of(other, column)]
 
     def asked(self, claim: Claim) -> Sequence[Holder]:
-        """Whom a call asks before it begins: holders(), and the other hosts where it resumes a request."""
+        """Returns the processes that a call asks before it begins: holders(), and the other hosts if it resumes a
+        request."""
         hosts = self._links.hosts if claim.resumes else ()
         return [*self.holders(claim.request_id), *hosts]
 
@@ -67,7 +68,7 @@ class Claims:
         """Returns when none of `holders` runs the id any more. A process that does not answer is not waited for long:
         what it sends goes to a client that has left it.
 
-        InvalidRequest: it is in use. Superseded: a later call has resumed it.
+        Raises InvalidRequest if the id is in use, and Superseded if a later call has resumed it.
         """
         outcome = await self.outcome(claim, holders)
         if outcome == peer_pb2.CLAIM_OUTCOME_IN_USE:
@@ -92,7 +93,7 @@ class Claims:
             question.cancel()
 
     async def _ask_in_time(self, claim: Claim, holder: Holder, seconds: float) -> peer_pb2.ClaimOutcome:
-        """The outcome. Asks until there is one, the process or host has ended, or the time is over."""
+        """Returns the outcome. Asks until there is one, the process or host has ended, or the time is over."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 if isinstance(holder, GatewayHost):
@@ -101,7 +102,7 @@ class Claims:
         return peer_pb2.CLAIM_OUTCOME_FREE
 
     async def _ask_host(self, claim: Claim, number: int) -> peer_pb2.ClaimOutcome:
-        """The outcome on another host, by one of its processes after another."""
+        """Returns the outcome on another host. Asks its processes in turn."""
         request, pause = _request(claim, whole_host=True), AGAIN_SECONDS
         while peers := self._links.peers_of(number):
             for peer in peers:
@@ -112,7 +113,7 @@ class Claims:
         return peer_pb2.CLAIM_OUTCOME_FREE
 
     async def _ask(self, claim: Claim, holder: int) -> peer_pb2.ClaimOutcome:
-        """The outcome in a process of this host."""
+        """Returns the outcome in a process of this host."""
         request = _request(claim)
         column, there = self._table.id_column(claim.request_id), self._table.of(holder, Column.SOCKET)
         while there and self._table.of(holder, Column.SOCKET) == there and self._table.of(holder, column):
@@ -142,5 +143,5 @@ def superseded(request_id: str) -> Superseded:
 
 
 def _given(request_id: str) -> str:
-    """The id as its client knows it."""
+    """Returns the id as its client knows it."""
     return request_id.partition(SCOPE)[0]

@@ -23,13 +23,13 @@ class FarPlacements:
         self._links = links
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Runs until it is cancelled."""
         while True:
             await self.look()
             await asyncio.sleep(PERIOD_SECONDS)
 
     async def look(self) -> None:
-        """Asks all once, at the same time."""
+        """Asks all hosts once, at the same time."""
         total: Int64Array = np.zeros_like(self._table.placed)
         for cells, tokens in await self._links.placed():
             known = cells < len(total)

@@ -20,15 +20,15 @@ class GatewayHost:
 
 @dataclass(frozen=True)
 class GatewayHosts:
-    """All of them. version orders what is told."""
+    """All hosts that have gateways. A higher version replaces a lower one."""
 
     version: int = 0
     hosts: tuple[GatewayHost, ...] = ()
 
     def without(self, number: int) -> tuple[GatewayHost, ...]:
-        """The others."""
+        """Returns the hosts without this one."""
         return tuple(host for host in self.hosts if host.number != number)
 
     def peers_of(self, number: int) -> tuple[str, ...]:
-        """Empty where that host has no gateway any more."""
+        """Returns the peers of a host; empty if it has no gateway any more."""
         return next((host.peers for host in self.hosts if host.number == number), ())

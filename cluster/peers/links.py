@@ -25,8 +25,8 @@ OPTIONS = [("grpc.enable_http_proxy", 0), ("grpc.max_reconnect_backoff_ms", 1000
 
 
 class PeerLinks:
-    """Channels, opened when first needed: to processes of this host by the numbers of their sockets, to those of other
-    hosts by HOST:PORT.
+    """Channels, opened when first needed: to this host's processes by the numbers of their sockets, to other hosts' by
+    HOST:PORT.
 
     Owned by the gateway's event loop.
     """
@@ -48,11 +48,11 @@ class PeerLinks:
         return self._hosts.without(self._number)
 
     def peers_of(self, number: int) -> tuple[str, ...]:
-        """HOST:PORT of another host's processes; empty where it has none any more."""
+        """Returns HOST:PORT of each process of another host; empty if it has none any more."""
         return self._hosts.peers_of(number)
 
     def update_hosts(self, hosts: GatewayHosts) -> None:
-        """Takes the hosts as the launcher knows them. What is older than the last is ignored."""
+        """Takes the hosts as the launcher knows them. Ignores a set that is older than the last."""
         if hosts.version > self._hosts.version:
             self._hosts = hosts
 
@@ -119,15 +119,15 @@ class PeerLinks:
         return [(np.array(one.cells, np.int64), np.array(one.tokens, np.int64)) for one in found]
 
     async def key_counts(self) -> list[tuple[int, peer_pb2.GetKeyCountsResponse]]:
-        """The counts of callers' keys on each other host, if it answers, by its number."""
+        """Returns the counts of callers' keys on each other host that answers, by the host's number."""
         request, hosts = peer_pb2.GetKeyCountsRequest(), self.hosts
         asked = (self._first(host, lambda stub: stub.GetKeyCounts(request, timeout=KEYS_SECONDS)) for host in hosts)
         answers = zip(hosts, await asyncio.gather(*asked), strict=True)
         return [(host.number, answer) for host, answer in answers if answer is not None]
 
     async def _first(self, host: GatewayHost, ask: Callable[[Any], Awaitable[Any]]) -> Any:
-        """The answer of the host's first process that is there; None where none is, or where one is silent: most likely
-        its host is."""
+        """Returns the answer of the host's first process. None if there is no process, or one is silent: then its host
+        most likely is, too."""
         for peer in host.peers:
             try:
                 return await ask(self.stub(peer))

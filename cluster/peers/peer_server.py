@@ -54,7 +54,8 @@ class PeerServer(peer_pb2_grpc.PeerServicer):
         peer_pb2_grpc.add_PeerServicer_to_server(self, self._server)
 
     async def start(self) -> int:
-        """The number of its socket for this host. StartFailed where the host's address cannot be listened on."""
+        """Returns the number of its socket for this host. Raises StartFailed if it cannot listen on the host's
+        address."""
         self._socket = PrivateSocket(self._server)
         if self._abroad is not None:
             host, credentials = self._abroad.host, self._abroad.identity.server_credentials()

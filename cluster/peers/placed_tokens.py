@@ -50,7 +50,8 @@ class PlacedChanges:
         self._seen = table.cells_at(self._index)
 
     def look(self) -> list[int]:
-        """On which of the workers any process of any host has placed tokens, or taken some back, since the last look.
+        """Returns the workers on which any process of any host has placed tokens, or taken some back, since the last
+        look.
 
         Workers are numbered as the constructor got them. One may be named more than once.
         """

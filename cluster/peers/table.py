@@ -63,7 +63,7 @@ assert len(Column) <= SINGLE
 
 
 class GatewayTable:
-    """One process's view. Owned by its event loop; the supervisor has a view of its own, and the file."""
+    """One process's view of the table. Its event loop owns it. The supervisor has a view of its own, and the file."""
 
     def __init__(self, memory: mmap.mmap, processes: int, num_islands: int, process: int = 0, key: str = "") -> None:
         """memory: of table_bytes(). process: whose row this view writes. key: a secret of all views, so that no client
@@ -96,12 +96,14 @@ class GatewayTable:
         return cls(mmap.mmap(-1, table_bytes(1, 1)), 1, 1)
 
     def placed_columns(self, island: int, pe: int) -> tuple[int, int]:
-        """Tokens placed on a worker, and those of prompts that it has yet to compute. island: its number."""
+        """Returns two columns: tokens placed on a worker, and tokens of prompts that it has yet to compute. island: its
+        number."""
         first = SINGLE + 2 * (island * WORKERS + pe)
         return first, first + 1
 
     def client_column(self, client: str) -> int:
-        """Waiting requests of a client. Two clients may share one, and then share their turns."""
+        """Returns the column for a client's waiting requests. Two clients may share a column, and then share their
+        turns."""
         return self._first_client + self._hash(client) % CLIENT_CELLS
 
     @staticmethod
@@ -110,13 +112,13 @@ class GatewayTable:
         return client_column + CLIENT_CELLS
 
     def largest_client(self, *, by_tokens: bool) -> tuple[int, int]:
-        """The column of the client that has most waiting requests, or that waits for most tokens; and how many."""
+        """Returns the column of the client that has most waiting requests, or waits for most tokens, and how many."""
         held = self._clients[:, int(by_tokens)].sum(0)
         largest = int(held.argmax())
         return self._first_client + largest, int(held[largest])
 
     def id_column(self, request_id: str) -> int:
-        """Running requests of an id. Ids may share one: it only says where to ask."""
+        """Returns the column for an id's running requests. Ids may share a column: it only says where to ask."""
         return self._first_id + self._hash(request_id) % ID_CELLS
 
     def own(self, column: int) -> int:
@@ -140,8 +142,8 @@ class GatewayTable:
         return sum([cells[row + column] for row in self._rows])
 
     def placed_elsewhere(self, column: int) -> tuple["memoryview[int]", tuple[int, ...]]:
-        """The table's cells, and which of them the other processes and hosts have in one of placed_columns(): for sums
-        that are taken often."""
+        """Returns the table's cells, and the indices that other processes and hosts have for one of placed_columns().
+        It serves sums that are taken often."""
         others = [row for number, row in enumerate(self._rows) if number != self.process]
         return self._cells, (*(row + column for row in others), self._first_far + column - SINGLE)
 
@@ -154,7 +156,7 @@ class GatewayTable:
         return np.add.outer(np.array(columns, np.int64), rows)
 
     def cells_at(self, index: Int64Array) -> Int64Array:
-        """A copy of many cells at once, in the shape of the index."""
+        """Returns a copy of many cells at once, in the shape of the index."""
         return self._everything[index]
 
     @property
@@ -179,12 +181,12 @@ class GatewayTable:
         return self._cells[process * self._width + column]
 
     def lasting(self, process: int) -> "memoryview[int]":
-        """Counts that outlast a process: LASTING_CELLS of them. Only the process itself writes there."""
+        """Returns LASTING_CELLS counts that outlast a process. Only the process itself writes there."""
         begin = process * self._width + self._first_lasting
         return self._cells[begin : begin + LASTING_CELLS]
 
     def others(self) -> list[int]:
-        """The other processes that are there."""
+        """Returns the other processes that are there."""
         return [other for other in range(self.processes) if other != self.process and self.of(other, Column.SOCKET)]
 
     def _hash(self, text: str) -> int:
@@ -192,7 +194,7 @@ class GatewayTable:
         return int.from_bytes(digest, "little")
 
     def clear(self, process: int, restarts: int) -> None:
-        """The process has ended, and only its lasting counts count any more. For the supervisor, and for the next
+        """Clears the row of a process that has ended, but for its lasting counts. The supervisor calls it, and the next
         process."""
         begin = process * self._width
         self._cells[begin : begin + self._first_lasting] = memoryview(bytes(8 * self._first_lasting)).cast("q")
@@ -219,7 +221,7 @@ class GatewayFile:
 
 
 def open_table(path: str, processes: int, num_islands: int, process: int, key: str) -> GatewayTable:
-    """The table in the file of a supervisor on this host. StartFailed when it is gone."""
+    """Opens the table in the file of a supervisor on this host. Raises StartFailed if it is gone."""
     num_bytes = table_bytes(processes, num_islands)
     try:
         # Look before opening: after a reuse of the pid this may be any file of any process.

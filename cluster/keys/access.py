@@ -19,10 +19,11 @@ class Access:
     """of the key; empty without one"""
 
     def check_route(self, what: str) -> None:
-        """Forbidden where only operators may call it. what: the route, as an error names it."""
+        """Raises Forbidden if only operators may call the route. what: the route, as an error names it."""
 
     def scoped(self, request_id: str) -> str:
-        """The id by which the gateway knows a request of the caller: callers of unlike keys meet in no id."""
+        """Returns the id by which the gateway knows the caller's request. Callers with different keys never share an
+        id."""
         return request_id
 
     def allows(self, model: str) -> bool:
@@ -30,19 +31,18 @@ class Access:
         return True
 
     def priorities(self, first: int, last: int) -> tuple[int, int]:
-        """The first and last priority of a request. first, last: those of gateway.priorities."""
+        """Returns the first and last priority of a request. first, last: the bounds in gateway.priorities."""
         return first, last
 
     def look(self) -> None:
-        """RateLimited where no request can pass now. Costs less than to read one."""
+        """Raises RateLimited if no request can pass now. It costs less than reading a request."""
 
     def most_open(self, prompt: int, output: int) -> int:
-        """The most tokens of output for a request that does not say how long it may be. output: what it may have
-        without a key."""
+        """Returns the most output tokens for a request that names no length. output: the most without a key."""
         return output
 
     def admit(self, prompt: int, output: int) -> Charge | None:
-        """Counts a request: tokens of its prompt, and at most of its output. None where nothing counts.
+        """Counts a request: its prompt's tokens, and the most that its output may have. None where nothing counts.
 
         RateLimited where it goes over a limit, InvalidRequest where it always would.
         """

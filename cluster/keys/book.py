@@ -39,7 +39,7 @@ class _Seen(NamedTuple):
 class KeyBook:
     """Knows callers by their keys. Owned by the gateway's event loop; look() and run() read the file in a thread.
 
-    A file that cannot be used is told once, and the keys that were read before stay. A removed key's running requests
+    It reports a file that cannot be used once, and keeps the keys that it read before. A removed key's running requests
     go on.
     """
 
@@ -63,8 +63,8 @@ class KeyBook:
         return self._cells.here(int(time.monotonic()))
 
     def find(self, credentials: Sequence[object]) -> Access | None:
-        """Whose key a call shows. credentials: the values of the header `authorization`. Unavailable while no file was
-        read.
+        """Returns the key that a call shows. credentials: the values of the header `authorization`. Unavailable while
+        no file was read.
 
         A digest is looked up, not a key compared: how long that takes says nothing of a key.
         """
@@ -76,7 +76,7 @@ class KeyBook:
         return self._keys.get(digest_of(shown[len(BEARER) :]))
 
     def sums(self) -> dict[str, Int64Array]:
-        """The sums of this host's processes, int64 [len(Sum)], by the names of keys."""
+        """Returns the sums of this host's processes, int64 [len(Sum)], by the names of keys."""
         keys = sorted(self.all(), key=lambda key: key.id)
         sums = self._cells.all_sums(np.array([key.id for key in keys], np.int64))
         return dict(zip((key.name for key in keys), sums, strict=True))
@@ -103,7 +103,8 @@ class KeyBook:
             self._take(keys)
 
     def _read(self) -> tuple["_Seen | None", tuple[Key, ...] | None]:
-        """The file as it is, and its keys where it has changed. ConfigError, once for each state of the file."""
+        """Returns the file as it is, and its keys if it has changed. Raises ConfigError, once for each state of the
+        file."""
         seen = _look(self._path)
         if seen == self._seen:
             return seen, None
@@ -128,7 +129,7 @@ class KeyBook:
 
 
 def _look(path: str) -> _Seen | None:
-    """None where there is none."""
+    """Looks at the file. Returns None if there is none."""
     try:
         status = os.stat(os.path.expanduser(path))
     except OSError:

@@ -49,7 +49,7 @@ class FarCounts:
         self._before: _Heard | None = None  # what a process that did this before had heard
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Runs until it is cancelled."""
         while True:
             held = 0.0
             if not any(other < self._table.process for other in self._table.others()):
@@ -87,7 +87,7 @@ class FarCounts:
         self._cells.put([slots[key.id] for key in keys], far, most if renews else None, second)
 
     def _far(self, ids: Int64Array, second: int) -> Int64Array:
-        """[ids, 2, WINDOW]: what other hosts have counted."""
+        """Returns what other hosts have counted, [ids, 2, WINDOW]."""
         heard = [_found(_aged(one, second), ids) for one in self._hosts.values()]
         far = sum(heard, np.zeros((len(ids), len(Unit), WINDOW), np.int64))
         if self._before is not None and second - self._before.second < WINDOW:
@@ -96,12 +96,12 @@ class FarCounts:
 
 
 def _limits(key: Key) -> list[int]:
-    """Requests and tokens of a minute, NO_LIMIT where the key has no limit."""
+    """Returns the requests and tokens a minute that a key may have, NO_LIMIT if it has no limit."""
     return [NO_LIMIT if one is None else one for one in (key.requests_per_minute, key.tokens_per_minute)]
 
 
 def _found(counts: KeyCounts, ids: Int64Array) -> Int64Array:
-    """[ids, 2, WINDOW]: the windows of these ids, ascending; 0 where the counts have none."""
+    """Returns the windows of these ids, which ascend, [ids, 2, WINDOW]; 0 where the counts lack an id."""
     windows = np.zeros((len(ids), len(Unit), WINDOW), np.int64)
     _, ours, theirs = np.intersect1d(ids, counts.ids, assume_unique=True, return_indices=True)
     windows[ours] = counts.windows[theirs]
@@ -109,7 +109,7 @@ def _found(counts: KeyCounts, ids: Int64Array) -> Int64Array:
 
 
 def _aged(heard: _Heard, second: int) -> KeyCounts:
-    """The counts, as old as they are by now."""
+    """Returns the counts, moved by the time that has passed since."""
     late = min(WINDOW, second - heard.second)
     windows = np.zeros_like(heard.counts.windows)
     windows[..., late:] = heard.counts.windows[..., : WINDOW - late]

@@ -21,8 +21,8 @@ class Gate:
         return self._admits is None
 
     def access(self, credentials: Sequence[object]) -> Access | None:
-        """None where the caller may do nothing. credentials: the values of the header `authorization`. Unavailable as
-        KeyBook.find()."""
+        """Returns the caller's rights, None if it has none. credentials: the values of the header `authorization`.
+        Raises Unavailable as KeyBook.find()."""
         if self._admits is None or self._admits(credentials):
             return OPERATOR
         return None if self._book is None else self._book.find(credentials)

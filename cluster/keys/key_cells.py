@@ -49,8 +49,8 @@ class Sum(IntEnum):
 
 
 class Pace(IntEnum):
-    """The numbers that other hosts' row has in place of sums: how much this host may spend until it hears of them
-    again."""
+    """The numbers that other hosts' row has in place of sums: how much this host may spend until it hears of other
+    hosts again."""
 
     SECOND = 0  # in which it last heard of them
     MOST_REQUESTS = auto()
@@ -74,10 +74,10 @@ class Slot(NamedTuple):
 
 
 class KeyCells:
-    """One process's view. Owned by its event loop."""
+    """One process's view of the keys' cells. Its event loop owns it."""
 
     def __init__(self, table: GatewayTable, row: int | None = None) -> None:
-        """row: that is written; None: the process's own, -1: that of other hosts."""
+        """row: the row that this view writes. None is the process's own, -1 the other hosts'."""
         rows = table.keys
         self._fence = table.fence
         self._table = int(rows[-1, KEY_TABLE])
@@ -136,7 +136,7 @@ class KeyCells:
         return counts.sum((0, 2)).tolist()
 
     def _places(self, key_id: int) -> "Places":
-        """Rows and slots of a key."""
+        """Returns the rows and slots of a key."""
         changes = int(self._changes.sum())
         if changes != self._found_at:
             self._found, self._found_at = {}, changes
@@ -182,11 +182,11 @@ class KeyCells:
         return totals
 
     def here(self, second: int) -> KeyCounts:
-        """All that this host's processes have counted in the last minute."""
+        """Returns all that this host's processes have counted in the last minute."""
         return self._counted(range(len(self._ids) - 1), second)
 
     def own(self, second: int) -> KeyCounts:
-        """All that the row of this view has counted in the last minute."""
+        """Returns all that this view's row has counted in the last minute."""
         return self._counted([self._row], second)
 
     def _counted(self, rows: Sequence[int], second: int) -> KeyCounts:
@@ -245,7 +245,7 @@ def _seconds(second: int) -> Int64Array:
 
 
 def _live(cells: Int64Array, second: int) -> Int64Array:
-    """[…, RING]: what the cells count that are not too old, 0 in the others."""
+    """Returns the counts of cells that are not too old, […, RING]; 0 for the others."""
     counts = cells - _expected(second)
     counts[counts.view(np.uint64) > MOST] = 0
     return counts

@@ -88,7 +88,7 @@ def read_keys(path: Path | str, option: str = "security.keys_file") -> tuple[Key
 
 
 def parse_keys(content: bytes, source: str) -> tuple[Key, ...]:
-    """The keys that a file's bytes hold. ConfigError as read_keys(). source: what it names."""
+    """Returns the keys that a file's bytes hold. Raises ConfigError as read_keys(). source: the name in its errors."""
     values = _values(content, source)
     try:
         entries = KeyFile.model_validate(values).keys
@@ -170,7 +170,7 @@ def _check_shape(text: str, source: str) -> None:
 
 
 class _Open:
-    """A list or a mapping, of which the parser has read a part."""
+    """A list or a mapping that the parser has not read to its end."""
 
     def __init__(self, is_mapping: bool) -> None:
         self._is_mapping = is_mapping
@@ -202,7 +202,7 @@ def _check_unique(source: str, field: str, keys: tuple[Key, ...]) -> None:
 
 
 def _explain(finding: ErrorDetails, values: Any) -> str:
-    """One line: the entry and its field, the value, what would be accepted."""
+    """Returns a line: the entry and its field, the value, and what the value must be."""
     location = list(finding["loc"])
     where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location).lstrip(".")
     where = f"{where!s:.120}{_named(location, values)}"
@@ -225,7 +225,7 @@ def _explain(finding: ErrorDetails, values: Any) -> str:
 
 
 def _named(location: list[int | str], values: Any) -> str:
-    """The name of the entry, where it has one."""
+    """Returns the name of the entry, if it has one."""
     try:
         name = values["keys"][location[1]]["name"]
     except (LookupError, TypeError):
@@ -234,7 +234,7 @@ def _named(location: list[int | str], values: Any) -> str:
 
 
 def _field(location: list[int | str]) -> tuple[type[BaseModel], str]:
-    """The model of the part that a field stands in, and the field's description."""
+    """Returns the model that has the field, and the field's description."""
     inside: dict[str, type[BaseModel]] = {"keys": KeyEntry, "priority": PriorityEntry}
     kind, description = KeyFile, ""
     part: type[BaseModel] = kind

@@ -23,9 +23,9 @@ class Paced(RateLimited):
 class Meter:
     """Counts for one key in one gateway process. Owned by its event loop.
 
-    A request counts before this looks at what all have counted, and is taken back where that is too much. So of two
-    processes that admit at a time one sees the other, and together they never admit too much. Another host's counts
-    are a part of a second old.
+    A request counts first, then the meter looks at what all processes have counted. If that is too much, it takes the
+    request back. So of two processes that admit at a time one sees the other, and they never admit too much. Another
+    host's counts are a part of a second old.
     """
 
     def __init__(self, cells: KeyCells, slot: Slot, clock: Callable[[], float] = time.monotonic) -> None:
@@ -34,12 +34,12 @@ class Meter:
         self._clock = clock
 
     def look(self, key: Key) -> None:
-        """RateLimited where the key has nothing left of a limit, so that no request can pass."""
+        """Raises RateLimited if a limit of the key is used up, so that no request can pass."""
         self._check(key, (1, 1), own=False)
 
     def count(self, key: Key, tokens: int) -> "Charge":
-        """Counts a request of so many tokens. RateLimited where that goes over a limit, Paced where this host has to
-        hear of others first; then nothing is counted."""
+        """Counts a request and its tokens. Raises RateLimited if it goes over a limit, Paced if this host must hear of
+        others first; then it counts nothing."""
         self._check(key, (1, tokens), own=False)
         if _limits(key) != (None, None) and self._cells.is_paced(self._slot.id, (1, tokens), int(self._clock())):
             raise Paced(f"the key {key.name!r} has used much of its limits on this host; try again in 1 s", 1.0)
@@ -54,11 +54,11 @@ class Meter:
         return charge
 
     def sum(self, one: Sum, amount: int = 1) -> None:
-        """Sums for metrics."""
+        """Adds to the sums that metrics report."""
         self._cells.sum(self._slot, one, amount)
 
     def add(self, unit: Unit, amount: int, second: int | None = None) -> None:
-        """Counts without a look at limits. second: None: this one."""
+        """Counts without a look at limits. second: None is the present one."""
         self._cells.add(self._slot, unit, amount, int(self._clock()) if second is None else second)
 
     def take_back(self, unit: Unit, amount: int, second: int) -> None:
@@ -109,14 +109,14 @@ class Charge:
         meter.add(Unit.TOKENS, tokens, second)
 
     def grow(self, tokens: int) -> None:
-        """The request has come to so many tokens. What is more than it has counted so far counts now."""
+        """Counts the tokens to which the request has grown, beyond those already counted."""
         if self._open and tokens > self._tokens:
             self._meter.add(Unit.TOKENS, tokens - self._tokens)
             self._tokens = tokens
 
     def settle(self, prompt_tokens: int, output_tokens: int) -> None:
-        """The request has ended with these. What it has counted beyond that is given back to the second in which it
-        began, and counts there no more. Idempotent."""
+        """Ends the count with the tokens that the request had. What it counted beyond that is taken back from the
+        second in which it began. Idempotent."""
         if not self._open:
             return
         self.grow(prompt_tokens + output_tokens)
@@ -126,7 +126,7 @@ class Charge:
         self._meter.sum(Sum.OUTPUT_TOKENS, output_tokens)
 
     def cancel(self) -> None:
-        """The request has not begun: neither it nor its tokens count. Idempotent."""
+        """Takes back the count of a request that has not begun. Idempotent."""
         if self._open:
             self._open = False
             self._meter.take_back(Unit.TOKENS, self._tokens, self._second)
@@ -138,7 +138,7 @@ def _limits(key: Key) -> tuple[int | None, int | None]:
 
 
 def _wait(counts: Int64Array, too_many: int, now: float) -> float:
-    """Seconds, at least 1, until `too_many` of a unit have left the window. counts: [WINDOW]."""
+    """Returns the seconds, at least 1, until `too_many` of a unit have left the window. counts: [WINDOW]."""
     freed = counts[::-1].cumsum()
     oldest = int((freed < too_many).argmin())  # how many of the oldest seconds are not enough
     age = WINDOW - 1 - oldest

@@ -34,7 +34,7 @@ class ClusterAccount:
     outage: Outage = field(default_factory=Outage)
 
     async def info(self) -> inference_pb2.ClusterInfo:
-        """Asks all workers, and other hosts' gateways."""
+        """Asks all workers and the other hosts' gateways."""
         info, elsewhere = await asyncio.gather(self.info_here(), self.elsewhere())
         _add(info, elsewhere)
         return info
@@ -55,7 +55,7 @@ class ClusterAccount:
         return info
 
     def gateways_here(self) -> list[inference_pb2.GatewayProcessInfo]:
-        """The processes of this host."""
+        """Returns the gateway processes of this host."""
         return [self._process_info(process) for process in range(self.table.processes)]
 
     def _process_info(self, process: int) -> inference_pb2.GatewayProcessInfo:

@@ -15,7 +15,7 @@ from tandem.workers.ports.authentication import HEADER, OPEN_METHODS, denial
 from tandem.workers.ports.ended_calls import heed_end
 
 FOR_KEYS = (inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name, "grpc.reflection.")
-"""Services whose methods the holder of a key may call: they begin so."""
+"""The beginnings of the methods that the holder of a key may call."""
 
 
 class AccessRequired(grpc.aio.ServerInterceptor):
@@ -51,7 +51,7 @@ class AccessRequired(grpc.aio.ServerInterceptor):
 
 
 def refusal(error: CallError) -> Any:
-    """A method that refuses its call without reading the request."""
+    """Makes a method that refuses its call without reading the request."""
 
     async def behave(_: object, context: grpc.aio.ServicerContext) -> None:
         await heed_end()

@@ -53,7 +53,7 @@ def grpc_server(
 
 
 def server_options(max_bytes: int) -> tuple[tuple[str, int], ...]:
-    """The options of grpc_server(): bounds on messages, connections and silence."""
+    """Returns the options of grpc_server(): bounds on messages, connections and silence."""
     return (
         ("grpc.max_receive_message_length", max_bytes),
         ("grpc.max_send_message_length", max(max_bytes, ANSWER_BYTES)),
@@ -107,7 +107,7 @@ class BoundedCalls(grpc.aio.ServerInterceptor):
         return None if handler is None else self._bounded(handler)
 
     def _bounded(self, handler: Any) -> Any:
-        """The same method, which reads its request itself: gRPC would wait for it without bound."""
+        """Returns the method in a form that reads its request itself: gRPC would wait for it without bound."""
         if handler.request_streaming:
             behave: Any = _in_time(handler.stream_stream)
         else:
@@ -134,7 +134,7 @@ class BoundedCalls(grpc.aio.ServerInterceptor):
         return behave
 
     async def _received(self, context: grpc.aio.ServicerContext, body: Body) -> Any:
-        """The call's request, unless too many others of its connection have not come either."""
+        """Returns the call's request, unless its connection has too many others that have not come."""
         connection = context.peer()
         if self._unread[connection] >= UNREAD_CALLS:
             reason = f"requests of {UNREAD_CALLS} calls over this connection have not come yet"
@@ -148,7 +148,7 @@ class BoundedCalls(grpc.aio.ServerInterceptor):
                 del self._unread[connection]
 
     async def _read(self, context: grpc.aio.ServicerContext, body: Body) -> Any:
-        """The call's request. One that comes slowly holds what the largest would."""
+        """Returns the call's request. A request that comes slowly holds as many bytes as the largest."""
         refusal: Overloaded | None = None
         looks = 0
 
@@ -196,7 +196,7 @@ def _in_time(method: Callable[..., AsyncIterator[Any]]) -> Callable[..., Awaitab
 
 
 def host_of(context: grpc.aio.ServicerContext) -> str:
-    """The client's host, without its port."""
+    """Returns the client's host, without its port."""
     return client_host(context.peer())
 
 

@@ -89,14 +89,13 @@ class Inference(inference_pb2_grpc.InferenceServicer):
 
 
 def _name(request_id: str, context: Context) -> None:
-    """Observers of the request hear by which id its client knows it. What its caller may do stays."""
+    """Tells the request's observers the id by which its client knows it. The caller's rights stay."""
     access = current_origin.get().access
     current_origin.set(Origin("grpc", request_id, traceparent=_metadata(context, TRACEPARENT_KEY), access=access))
 
 
 def _client_of(context: Context) -> str:
-    """Whose request it is: that of its key, else of what the metadata client-id says, else of the host it comes
-    from."""
+    """Returns the client that a request belongs to: its key, else its metadata client-id, else its host."""
     access = current_origin.get().access
     if access.name:
         return f"key:{access.name}"
@@ -105,5 +104,5 @@ def _client_of(context: Context) -> str:
 
 
 def _metadata(context: Context, wanted: str) -> str:
-    """The last value of a key; empty without one."""
+    """Returns the last value of a metadata key; empty if there is none."""
     return str(dict(context.invocation_metadata() or ()).get(wanted, ""))

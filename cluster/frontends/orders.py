@@ -26,7 +26,8 @@ class Orders:
         return next(self._numbers)
 
     async def carry_out(self, order: Order, seconds: float) -> Any:
-        """The outcome of an order. Raises the launcher's TandemError, and DeadlineExceeded after so many seconds."""
+        """Returns the outcome of an order. Raises the launcher's TandemError, and DeadlineExceeded after so many
+        seconds."""
         outcome = self._outcomes[order.number] = asyncio.get_running_loop().create_future()
         self._orders.put_nowait(order)
         try:
@@ -37,7 +38,8 @@ class Orders:
             del self._outcomes[order.number]
 
     async def next(self) -> Order | None:
-        """The next order whose caller still waits. None after POLL_SECONDS without one, and after close()."""
+        """Returns the next order whose caller still waits. None after POLL_SECONDS without an order, and after
+        close()."""
         try:
             async with asyncio.timeout(POLL_SECONDS):
                 while (order := await self._orders.get()) is not None and order.number not in self._outcomes:
@@ -57,5 +59,5 @@ class Orders:
             waiting.set_result(outcome)
 
     def close(self) -> None:
-        """next() returns None."""
+        """Ends the queue: next() returns None."""
         self._orders.put_nowait(None)

@@ -47,7 +47,7 @@ class AdapterChanges:
         return await self._beside(self._add(name, str(folder), load_inplace=load_inplace))
 
     async def remove(self, name: str) -> admin_pb2.ServedAdapter:
-        """Returns what the name stood for, when it stands for it nowhere. UnknownModel where it stands for nothing."""
+        """Removes a name everywhere. Returns what it stood for. Raises UnknownModel if it stands for nothing."""
         return await self._beside(self._remove(name))
 
     async def list(self) -> list[admin_pb2.ServedAdapter]:
@@ -117,7 +117,7 @@ class AdapterChanges:
             raise InvalidRequest(f"name is {name!r}, which is a name of the model; choose another one")
 
     def _folder(self, path: str) -> Path:
-        """The folder without links. InvalidRequest for one that may not be loaded."""
+        """Returns the folder without links. Raises InvalidRequest for a folder that may not be loaded."""
         section = self._section
         try:
             given = Path(usable_path(path))

@@ -36,7 +36,7 @@ ERROR_TYPES = {
 async def messages_answer(
     chats: ChatAnswers, model: str, body: AskingBody, requests: list[inference_pb2.GenerateRequest]
 ) -> "MessagesAnswer":
-    """The answer to a body. model: the name to answer with. HttpError as that of a chat."""
+    """Makes the answer to a body. model: the name to answer with. Raises HttpError as for a chat."""
     assert isinstance(body, MessagesBody)
     return MessagesAnswer(model, await chats.reading(body.chat, requests))
 
@@ -85,7 +85,7 @@ class MessagesAnswer(TranslatedAnswer):
         return {"stop_reason": reason, "stop_sequence": self._last.stop_string if stopped else None}
 
     def _begin_events(self, message: inference_pb2.GenerateResponse) -> list[Event]:
-        """All of the prompt counts: the last events say how much of it was cached."""
+        """Returns the first events. They count the whole prompt: the last events say how much of it was cached."""
         prompt = inference_pb2.Usage(prompt_tokens=len(message.prompt_token_bytes) // PROMPT_DTYPE.itemsize)
         return [{"type": "message_start", "message": self._message(message.request_id, [], prompt)}]
 
@@ -104,7 +104,7 @@ class MessagesAnswer(TranslatedAnswer):
                 return [self._more({"type": "input_json_delta", "partial_json": text}, text)]
 
     def _begin(self, block: dict[str, Any]) -> list[Event]:
-        """Events that end the last block and begin one of this type; none while one is open."""
+        """Returns the events that end the last block and begin one of this type; none while such a block is open."""
         if self._open and self._blocks[-1]["type"] == block["type"]:
             return []
         events = self._end_events()
@@ -154,7 +154,7 @@ class MessagesErrors(ErrorForm):
 
 
 def _usage(usage: inference_pb2.Usage) -> dict[str, int]:
-    """Here prompt tokens that were cached are counted apart."""
+    """Returns the usage. Cached prompt tokens are counted apart here."""
     return {
         "input_tokens": usage.prompt_tokens - usage.cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -164,7 +164,8 @@ def _usage(usage: inference_pb2.Usage) -> dict[str, int]:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """Arguments. Those that max_tokens has cut off are what came, with the begin of the last text."""
+    """Returns a call's arguments. If max_tokens has cut them off, returns what came, with the beginning of the last
+    text."""
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError):

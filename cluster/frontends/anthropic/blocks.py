@@ -85,7 +85,7 @@ Turns = TypeAliasType("Turns", Annotated[list[Turn], FailFast(), Field(min_lengt
 
 
 def messages_of(turns: Sequence[Turn]) -> list[dict[str, Any]]:
-    """The messages of a chat body. What tools have answered comes before what else a user says."""
+    """Returns the messages of a chat body. Tools' results come before a user's other words."""
     messages: list[dict[str, Any]] = []
     for turn in turns:
         if isinstance(turn.content, str):
@@ -96,7 +96,7 @@ def messages_of(turns: Sequence[Turn]) -> list[dict[str, Any]]:
 
 
 def joined(text: Text) -> str:
-    """Blocks are joined as parts of a chat's message are."""
+    """Joins blocks as the parts of a chat's message are joined."""
     return text if isinstance(text, str) else "\n".join(block.text for block in text)
 
 

@@ -28,7 +28,7 @@ class MessagesTool(BodyObject):
 
     @property
     def chat_tool(self) -> dict[str, Any]:
-        """The tool in a chat's form."""
+        """Returns the tool in a chat's form."""
         described = {} if self.description is None else {"description": self.description}
         function = {"name": self.name, **described, "parameters": self.input_schema}
         return {"type": "function", "function": function}
@@ -44,7 +44,7 @@ class MessagesChoice(BodyObject):
 
     @property
     def chat_choice(self) -> Any:
-        """The choice as a chat's tool_choice."""
+        """Returns the choice as a chat's tool_choice."""
         named = {"type": "function", "function": {"name": self.name or ""}}
         return {"auto": "auto", "none": "none", "any": "required", "tool": named}[self.type]
 
@@ -67,7 +67,7 @@ class OutputFormat(BodyObject):
 
     @property
     def chat_format(self) -> dict[str, Any]:
-        """The format as a chat's response_format."""
+        """Returns the format as a chat's response_format."""
         return {"type": self.type, "json_schema": {"schema": self.held}}
 
 
@@ -100,7 +100,7 @@ class ChatLikeBody(TranslatedBody):
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="an object")
 
     def translated(self) -> dict[str, Any]:
-        """A last message of the assistant's goes on in the answer."""
+        """Returns the chat's fields. If the last message is the assistant's, the answer continues it."""
         messages = [] if self.system is None else [{"role": "system", "content": joined(self.system)}]
         choice = self.tool_choice
         return {
@@ -129,7 +129,7 @@ class MessagesBody(ChatLikeBody):
     output_format: OutputFormat | None = Field(default=None, description="an object with type and schema")
 
     def requests(self) -> list[inference_pb2.GenerateRequest]:
-        """The first event of a stream tells how long the prompt is."""
+        """Returns the requests. They ask for the prompt's length, which a stream's first event tells."""
         requests = super().requests()
         for request in requests:
             request.return_prompt_token_ids = self.stream

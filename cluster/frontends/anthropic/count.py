@@ -11,7 +11,7 @@ class CountBody(ChatLikeBody):
 
 
 def read_count(data: bytes | bytearray, names: tuple[str, ...]) -> inference_pb2.GenerateRequest:
-    """A request that has this prompt. names: of the model. Raises HttpError."""
+    """Returns a request with the body's prompt. names: of the model. Raises HttpError."""
     body, _ = read_object(CountBody, data)
     check_model(body.model, names)
     (request,) = body.requests()

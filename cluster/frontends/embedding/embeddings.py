@@ -70,7 +70,7 @@ class EmbeddingBody(ReadFields):
 
     @property
     def request(self) -> inference_pb2.EmbedRequest:
-        """The gateway's request."""
+        """Returns the gateway's request."""
         same = ("dimensions", "normalize", "prompt_name", "prompt", "truncate_prompt_tokens", "add_special_tokens")
         options = {name: value for name in same if (value := getattr(self, name)) is not None}
         return inference_pb2.EmbedRequest(inputs=self.inputs, cache_salt=self.cache_salt or "", **self.turn, **options)
@@ -130,7 +130,7 @@ def _entries(values: Values, is_base64: bool) -> list[dict[str, Any]]:
 
 
 def blame(error: InvalidRequest, names: dict[str, str]) -> HttpError:
-    """The gateway's refusal in the words of a body. names: of the body's fields, by the gateway's."""
+    """Returns the gateway's refusal in the body's words. names: the body's fields by the gateway's names."""
     if isinstance(error, UnknownModel):
         return HttpError.of(error)
     text = str(error)

@@ -27,7 +27,7 @@ class ReadFields(BodyObject):
 
     @property
     def turn(self) -> dict[str, Any]:
-        """Priority and tier, of which the priority wins."""
+        """Returns priority and tier. A priority overrides the tier."""
         if self.priority is not None:
             return {"priority": self.priority}
         return {"service_tier": self.service_tier or ""}
@@ -37,7 +37,7 @@ FieldsT = TypeVar("FieldsT", bound=ReadFields)
 
 
 def read_fields(kind: type[FieldsT], data: bytes | bytearray, names: tuple[str, ...]) -> tuple[FieldsT, Ignored]:
-    """A body. Raises HttpError, also for another model's name."""
+    """Reads a body. Raises HttpError, also for another model's name."""
     body, ignored = read_object(kind, data)
     check_model(body.model, names)
     if body.truncate_prompt_tokens == 0:

@@ -96,7 +96,7 @@ class HttpApp:
 
     @staticmethod
     def _name(scope: Scope, reply: Reply) -> None:
-        """The answer says by which id the call is known, also where it is an error. InvalidRequest for a wrong one."""
+        """Names the call's id in its answer, also in an error. Raises InvalidRequest for a wrong id."""
         reply.headers[REQUEST_ID_KEY] = made = own_id("")
         given = check_given_id(header(scope, REQUEST_ID_KEY))
         reply.headers[REQUEST_ID_KEY] = given or made
@@ -133,7 +133,8 @@ class HttpApp:
         return route
 
     def _check_caller(self, scope: Scope) -> None:
-        """Without a token only this machine is served, and no browser that a foreign name has led here."""
+        """Checks the caller. Without a token it serves only this machine, and no browser that a foreign name led
+        here."""
         access = self._gate.access(credentials_of(scope))
         if access is None:
             raise Unauthenticated("a valid bearer token is needed")

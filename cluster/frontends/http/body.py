@@ -11,8 +11,8 @@ BODY_SECONDS = 60.0  # for a client's body
 
 
 async def read_body_of(scope: Scope, receive: Receive, held: Body, max_bytes: int) -> bytearray:
-    """The bytes, which `held` counts as they come. HttpError for another media type, too many bytes, or a client that
-    is too slow; ClientGone."""
+    """Reads the bytes, which `held` counts as they come. Raises HttpError for another media type, too many bytes, or a
+    client that is too slow; and ClientGone."""
     try:
         async with asyncio.timeout(BODY_SECONDS):
             return await _read(scope, receive, held, max_bytes)

@@ -17,7 +17,7 @@ class ClientGone(Exception):
 
 
 def header(scope: Scope, name: str) -> list[str]:
-    """The values of a request's header, whose name is in lower case."""
+    """Returns the values of a request's header. Its name is in lower case."""
     wanted = name.encode("latin-1")
     return [value.decode("latin-1") for key, value in scope["headers"] if key == wanted]
 
@@ -28,7 +28,7 @@ def credentials_of(scope: Scope) -> list[str]:
 
 
 def client_of(scope: Scope) -> str:
-    """Whose request it is: that of its key, else of what the header client-id says, else of the host it comes from."""
+    """Returns the client that a request belongs to: its key, else its header client-id, else its host."""
     access = current_origin.get().access
     if access.name:
         return f"key:{access.name}"

@@ -24,7 +24,7 @@ END_OF_HEAD = re.compile(rb"\n\r?\n")
 
 
 class Flow(FlowControl):
-    """uvicorn's, for a connection that has bytes of its own to go on with."""
+    """uvicorn's flow control, for a connection that has received bytes left to parse."""
 
     def __init__(self, transport: asyncio.Transport, go_on: Callable[[], None]) -> None:
         super().__init__(transport)
@@ -97,7 +97,8 @@ class Connection(H11Protocol):
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]  # uvicorn returns None, asyncio takes either
-        """The client has closed its side. What it has asked in full is answered. TLS has no closed sides."""
+        """Hears that the client has closed its side. Requests that have come in full are answered. TLS has no closed
+        sides."""
         if self.scheme != "http" or not self._is_asked_in_full:
             return False
         if not self._half_closed:
@@ -123,7 +124,7 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def shutdown(self) -> None:
-        """The server stops: ends once nothing is to be answered."""
+        """Ends the connection once no request waits for an answer: the server stops."""
         if self.transport.is_closing():
             self.transport.abort()
         else:
@@ -194,7 +195,8 @@ class Connection(H11Protocol):
         self._end_of_idleness = self.loop.call_later(IDLE_SECONDS, self.transport.close)
 
     def _end_the_longest_idle(self) -> None:
-        """Ends one, perhaps this one, unless enough end already: strangers must not keep others out."""
+        """Ends the connection that is idle longest, perhaps this one, unless enough end already. Strangers must not
+        keep others out."""
         there = [one for one in self.connections if isinstance(one, Connection) and not one._lingering.is_closed]
         idle = [one for one in there if one.idle_since is not None]
         if idle and len(there) > connections_per_frontend():

@@ -43,7 +43,7 @@ class HttpError(Exception):
 
     @classmethod
     def of(cls, error: CallError) -> "HttpError":
-        """The answer to a failed call."""
+        """Returns the answer to a failed call."""
         headers: dict[str, str] = {}
         code, limits = None, ()
         if isinstance(error, UnknownModel):

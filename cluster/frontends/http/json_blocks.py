@@ -50,7 +50,7 @@ class JsonList:
         return chain((b"[",), self._full, (bytes(self._open), b"]"))
 
     def _add(self, entries: Iterable[bytes | bytearray]) -> None:
-        """Entries with their commas, cut anywhere."""
+        """Adds entries with their commas, cut anywhere."""
         if self:
             self._open += b","
         for part in entries:
@@ -148,7 +148,8 @@ def _entries(group: Sequence[object]) -> Iterator[bytes]:
 
 
 def _groups(entries: Iterable[T], value_of: Callable[[T], object]) -> Iterator[Sequence[T]]:
-    """Entries that are encoded at once: neighbours with plain values, up to GROUP of them, and each other one alone."""
+    """Groups the entries that are encoded at once: up to GROUP neighbours with plain values, and each other entry
+    alone."""
     plain: list[T] = []
     for entry in entries:
         is_plain = _is_plain(value_of(entry))

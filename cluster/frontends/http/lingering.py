@@ -47,7 +47,7 @@ class LingeringTransport(asyncio.Transport):
         self._loop.call_later(SILENT_SECONDS, self._look)
 
     def drop(self, size: int) -> None:
-        """So many bytes have come since close()."""
+        """Counts bytes that have come since close()."""
         self._dropped += size
         if self._dropped > LINGER_BYTES:
             self._transport.abort()

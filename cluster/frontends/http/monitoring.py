@@ -50,7 +50,7 @@ class Monitoring:
         self.open = {HEALTH, READY, PING, *pages, *((METRICS,) if public else ())}
 
     async def _health(self, scope: Scope, receive: Receive, reply: Reply) -> None:
-        """The gateway lives: its event loop has come to this."""
+        """Answers that the gateway lives: its event loop has come to this."""
         await reply.whole(200, {"status": "ok"})
 
     async def _ready(self, scope: Scope, receive: Receive, reply: Reply) -> None:

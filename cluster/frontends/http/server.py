@@ -42,7 +42,7 @@ class HttpServer:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Opens the port, 0 for any free one; HOST:PORT. StartFailed when the port cannot be had."""
+        """Opens the port, 0 for any free one. Returns HOST:PORT. Raises StartFailed if the port cannot be had."""
         listening = self._listen()
         config = uvicorn.Config(
             self._app,
@@ -82,7 +82,7 @@ class HttpServer:
         await self._serving
 
     def _listen(self) -> socket.socket:
-        """The listening socket. uvicorn's own would end the process if the port is in use."""
+        """Opens the listening socket. uvicorn's own would end the process if the port is in use."""
         try:
             return listener(self._host, self._port, shared=self._shared)
         except OSError as error:

@@ -36,7 +36,8 @@ class StrictHttp(h11.Connection):
         super().receive_data(data)
 
     def next_event(self) -> Any:
-        """Returns h11's next event. RemoteProtocolError, also for what h11 would accept; `refusal` then says why."""
+        """Returns h11's next event. Raises RemoteProtocolError, sometimes where h11 would not; `refusal` then says
+        why."""
         try:
             if self.their_state is h11.IDLE:
                 self._check_head(self.trailing_data[0])

@@ -50,23 +50,23 @@ class AnyAnswer(ABC):
 
     @abstractmethod
     def keep(self, message: inference_pb2.GenerateResponse) -> None:
-        """One message, for the next event or for the choice."""
+        """Keeps one message, for the next event or for the choice."""
 
     @abstractmethod
     def events(self, message: inference_pb2.GenerateResponse) -> Iterable[bytes]:
-        """One message of a stream, and what was kept before, as server-sent events in blocks; none may be left."""
+        """Returns one message of a stream, and what was kept before, as server-sent events in blocks; perhaps none."""
 
     @abstractmethod
     def end(self, request_id: str, usage: inference_pb2.Usage) -> Iterable[bytes]:
-        """The events behind the last message of a stream. Of several answers it is asked of the first."""
+        """Returns the events after the last message of a stream. Of several answers only the first is asked."""
 
     @abstractmethod
     def choice(self) -> dict[str, Any]:
-        """The answer of all that was kept."""
+        """Returns the choice from all that was kept."""
 
     @abstractmethod
     def whole(self, request_id: str, choices: list[dict[str, Any]], usage: inference_pb2.Usage) -> dict[str, Any]:
-        """All that is answered to a call. Of several answers it is asked of the first."""
+        """Returns the whole answer to a call. Of several answers only the first is asked."""
 
 
 class Answer(AnyAnswer):
@@ -199,7 +199,7 @@ class Answer(AnyAnswer):
 
     @abstractmethod
     def _take_content(self, is_chunk: bool) -> dict[str, Any]:
-        """The fields of a choice that hold the text of a chunk or of a whole answer."""
+        """Returns the fields of a choice that hold the text of a chunk or of a whole answer."""
 
     @abstractmethod
     def _keep_logprobs(self, tokens: Sequence[inference_pb2.TokenLogprobs]) -> None: ...
@@ -209,12 +209,12 @@ class Answer(AnyAnswer):
 
 
 def event(data: str) -> bytes:
-    """A server-sent event of one line of data."""
+    """Makes a server-sent event with one line of data."""
     return f"data: {data}\n\n".encode()
 
 
 def event_blocks(data: dict[str, Any], name: str = "") -> Iterator[bytes]:
-    """The same of an object, which may be large, in blocks. name: of the event, if it has one."""
+    """Makes the server-sent event of an object, which may be large, in blocks. name: of the event, if it has one."""
     return json_blocks(data, (f"event: {name}\ndata: " if name else "data: ").encode(), b"\n\n")
 
 
@@ -233,8 +233,8 @@ def token_name(token_id: int, tokenizer: Tokenizer | None, part: str = "") -> st
 def chat_logprobs(
     tokens: Iterable[inference_pb2.TokenLogprobs], tokenizer: Tokenizer | None, *, by_id: bool = False
 ) -> list[dict[str, Any]]:
-    """Each token with those likeliest in its place, as chats give them. by_id: ids name them, as without a
-    tokenizer."""
+    """Returns each token with the likeliest tokens in its place, as chats give them. by_id: ids name tokens, as without
+    a tokenizer."""
 
     def entry(token: inference_pb2.TokenLogprob) -> dict[str, Any]:
         """bytes: the token's own, also of a part of a character; null without a tokenizer."""

@@ -24,13 +24,13 @@ class AskingBody(BodyObject, ABC):
     _headers: dict[str, str] = PrivateAttr(default_factory=dict)
 
     def ignoring(self, names: list[str]) -> Self:
-        """This body, which was sent with other fields that are ignored."""
+        """Returns this body, which came with other fields that are ignored."""
         self._headers = ignored_header(names)
         return self
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers of the answer."""
+        """Returns the headers of the answer."""
         return self._headers
 
     @property
@@ -58,8 +58,8 @@ class AskingBody(BodyObject, ABC):
 
     @abstractmethod
     def without_prompt(self) -> Self:
-        """The body as far as its answer needs it, once there are requests()."""
+        """Returns the body as far as its answer needs it, once there are requests()."""
 
     @abstractmethod
     def blame(self, error: InvalidRequest) -> HttpError:
-        """The gateway's refusal in the words of this body."""
+        """Returns the gateway's refusal in the words of this body."""

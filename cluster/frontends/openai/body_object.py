@@ -40,5 +40,6 @@ class BodyObject(BaseModel):
 
 
 def text_or_list(value: object) -> str:
-    """The tag of what a field that takes either has got: so errors are about that one alone. No field is named so."""
+    """Returns the tag of a field's value, a text or a list, so that errors are about that form alone. No field has this
+    name."""
     return "a list" if isinstance(value, list) else "a text"

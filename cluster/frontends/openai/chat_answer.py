@@ -30,8 +30,8 @@ class ChatAnswers:
         self._formats = formats
 
     async def make(self, model: str, body: AskingBody, requests: list[inference_pb2.GenerateRequest]) -> "ChatAnswer":
-        """The answer to a chat. model: the name to answer with. Its request keeps special tokens in the text where some
-        are marks."""
+        """Makes the answer to a chat. model: the name to answer with. Its request keeps special tokens in the text if
+        some are marks."""
         assert isinstance(body, ChatBody)
         return ChatAnswer(body, model, self.tokenizer, await self.reading(body, requests))
 
@@ -70,7 +70,7 @@ class ChatAnswer(Answer):
     def __init__(
         self, body: ChatBody, model: str, tokenizer: Tokenizer | None, parser: Callable[[], OutputParser | None]
     ) -> None:
-        """parser: makes that of one answer; None for text that is content as it stands."""
+        """parser: makes the parser of one answer; None if all text is content."""
         self._chat = body
         self._make_parser = parser
         super().__init__(body, model, tokenizer)
@@ -92,7 +92,7 @@ class ChatAnswer(Answer):
         return event_blocks(chunk) if says or not chunk.keys().isdisjoint(OF_PROMPT) else ()
 
     def _object(self, kind: str, request_id: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """A chat has one prompt. What is told of it stands beside the choices, as in vLLM."""
+        """Returns the object. A chat has one prompt, whose fields stand beside the choices, as in vLLM."""
         told = [{name: choice.pop(name) for name in OF_PROMPT if name in choice} for choice in choices]
         return super()._object(kind, request_id, choices) | (told[0] if told else {})
 
@@ -141,7 +141,7 @@ class Said:
         self._arguments: dict[int, list[str]] = {}
 
     def add(self, parts: list[ParsedPart]) -> None:
-        """More of them, in order."""
+        """Adds more parts, in order."""
         for part in parts:
             match part:
                 case Content(text):
@@ -158,7 +158,7 @@ class Said:
                     self._arguments.setdefault(index, []).append(text)
 
     def delta(self) -> dict[str, Any]:
-        """The fields of a delta."""
+        """Returns the fields of a delta."""
         said: dict[str, Any] = {}
         if self._content is not None:
             said["content"] = self._content.getvalue()
@@ -169,7 +169,7 @@ class Said:
         return said
 
     def message(self) -> dict[str, Any]:
-        """The fields of a message."""
+        """Returns the fields of a message."""
         said = {"content": None, **self.delta()}
         if self._calls:
             said["tool_calls"] = [self._call(index) for index in self._calls]

@@ -42,12 +42,12 @@ class Choices:
         self._answer(prompt, message).keep(message)
 
     def whole(self) -> dict[str, Any]:
-        """The answer of all messages of requests that have ended."""
+        """Returns the answer from all messages of requests that have ended."""
         answers = [self._answers[index] for index in sorted(self._answers)]
         return answers[0].whole(self._name, [answer.choice() for answer in answers], self._usage)
 
     def _answer(self, prompt: int, message: inference_pb2.GenerateResponse) -> AnyAnswer:
-        """The answer that a message is of."""
+        """Returns the answer that a message belongs to."""
         self._place(prompt, message)
         answer = self._answers.get(message.index)
         if answer is None:

@@ -129,7 +129,7 @@ class CompletionBody(GenerationBody):
 async def completion_answer(
     tokenizer: Tokenizer | None, model: str, body: AskingBody, requests: list[inference_pb2.GenerateRequest]
 ) -> "CompletionAnswer":
-    """The answer to a completion. model: the name to answer with."""
+    """Makes the answer to a completion. model: the name to answer with."""
     assert isinstance(body, CompletionBody)
     return CompletionAnswer(body, model, tokenizer)
 
@@ -153,7 +153,7 @@ class CompletionAnswer(Answer):
         self._offsets: TokenOffsets | None = None  # the same, of the output
 
     def keep(self, message: inference_pb2.GenerateResponse) -> None:
-        """An echoed prompt stands in the whole choice, or in its first chunk."""
+        """Keeps a message. An echoed prompt stands in the whole choice, or in its first chunk."""
         if self._completion.echo and not self._echoed:
             self._echoed = self._prompt_text(self._completion.prompts[message.index])
         if self._completion.echo and self._completion.logprobs is not None:
@@ -161,7 +161,7 @@ class CompletionAnswer(Answer):
         super().keep(message)
 
     def _keep_echoed(self, message: inference_pb2.GenerateResponse) -> None:
-        """Nothing precedes the prompt's first token, which has no log-probabilities."""
+        """Keeps the echoed prompt. Nothing precedes its first token, which has no log-probabilities."""
         tokens, most = message.prompt_logprobs, self._completion.logprobs or 0
         if self._prompt_offsets is None:
             self._prompt_offsets = TokenOffsets(self._texts, text=self._echoed)
@@ -211,7 +211,8 @@ class CompletionAnswer(Answer):
         self._add_columns((names, values, tops, places))
 
     def _alternatives(self, token: inference_pb2.TokenLogprobs) -> dict[str, float]:
-        """Each by its name. Where two have the same text, the chosen one has it, or else the likelier."""
+        """Returns log-probabilities by tokens' names. If two tokens have the same text, the chosen one keeps it, or
+        else the likelier."""
         ids: dict[str, int] = {}
         for one in (token.chosen, *token.top):
             name = self._name(one.token_id)

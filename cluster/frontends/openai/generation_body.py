@@ -148,7 +148,7 @@ class GenerationBody(GuidedFields, AskingBody, SamplingFields):
 
     @property
     def halves(self) -> dict[str, Any]:
-        """encoder_prompt and decoder_prompt, as far as they are given."""
+        """Returns encoder_prompt and decoder_prompt, as far as they are given."""
         return {}
 
     @property
@@ -179,7 +179,7 @@ class GenerationBody(GuidedFields, AskingBody, SamplingFields):
 
 
 def too_long(max_tokens: int, error: HttpError) -> HttpError:
-    """An error about a request that is longer than max_tokens, as OpenAI says it: clients look for these words and for
+    """Makes the error for a request that is longer than max_tokens, in OpenAI's words: clients look for them and for
     the code."""
     message = f"This model's maximum context length is {max_tokens} tokens. However, {error}"
     return HttpError(400, message, param=error.param, code="context_length_exceeded")

@@ -68,7 +68,7 @@ class GenerationRoute:
     async def _body(
         self, scope: Scope, receive: Receive, held: Body
     ) -> tuple[AskingBody, list[inference_pb2.GenerateRequest]]:
-        """Without its prompts, and the requests that it makes."""
+        """Returns the body without its prompts, and the requests that it makes."""
         data = await read_body_of(scope, receive, held, self.max_bytes)
         await self.turns.take()
         if len(data) > LONG_BODY:
@@ -105,7 +105,7 @@ class GenerationRoute:
     async def _serve_all(
         self, body: AskingBody, requests: list[inference_pb2.GenerateRequest], scope: Scope, write: WriteOf
     ) -> None:
-        """All at once. One that fails ends the others; what it says of its prompt names that."""
+        """Runs all requests at once. A failure ends the others, and its error names its prompt."""
 
         async def one(prompt: int, serving: Awaitable[None]) -> None:
             try:
@@ -142,7 +142,7 @@ class GenerationRoute:
 
 
 def _naming(error: HttpError, prompt: int) -> HttpError:
-    """The error with the index of the prompt that it is about."""
+    """Returns the error with the index of the prompt that it is about."""
     text = str(error)
     if text.startswith("prompt"):
         text = f"prompt[{prompt}]{text.removeprefix('prompt')}"

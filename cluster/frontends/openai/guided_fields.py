@@ -76,7 +76,7 @@ class StructuredOutputs(BodyObject):
 
 
 class GuidedFields(BodyObject):
-    """At most one of them says what the output follows."""
+    """The fields that say what the output follows. At most one may be set."""
 
     response_format: ResponseFormat | None = Field(default=None, description="an object with type")
     structured_outputs: StructuredOutputs | None = Field(
@@ -106,7 +106,7 @@ class GuidedFields(BodyObject):
 
     @property
     def guide(self) -> str:
-        """The field that holds it."""
+        """Returns the name of the field that is set."""
         return self._guides()[0][0]
 
     def _guides(self) -> list[tuple[str, dict[str, Any]]]:
@@ -133,7 +133,7 @@ class GuidedFields(BodyObject):
 
 
 def with_options(schema: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema with llguidance's options of JSON, before its own ones."""
+    """Returns the schema with llguidance's options of JSON, before its own options."""
     own = schema.get("x-guidance")
     return {**schema, "x-guidance": {**(own if isinstance(own, dict) else {}), **options}}
 
@@ -147,8 +147,8 @@ def _pattern(pattern: str | None) -> Mapping[str, Any]:
 
 
 def _changed(text: str, options: Mapping[str, Any], *, closes: bool = False) -> str:
-    """A schema with these options, and as without_others() makes it if it closes. What is no schema stays: the
-    grammar's compiler says why."""
+    """Returns a schema with these options, and as without_others() makes it if it closes. Other values stay: the
+    grammar's compiler says what is wrong."""
     if not options and not closes:
         return text
     try:

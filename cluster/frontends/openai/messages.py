@@ -65,12 +65,12 @@ class Message(BodyObject):
 
     @property
     def text(self) -> str:
-        """Parts are joined as vLLM joins them for templates that take strings."""
+        """Returns the parts joined as vLLM joins them for templates that take strings."""
         return self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
 
     @property
     def turn(self) -> dict[str, Any]:
-        """The turn that build_request() takes."""
+        """Returns the turn that build_request() takes."""
         rest = self.model_dump(exclude={"role", "content"}, exclude_none=True)
         return {"role": self.role, "content": self.text, **{name: value for name, value in rest.items() if value}}
 

@@ -105,7 +105,8 @@ SAFE = frozenset(string.ascii_letters + string.digits + "_.-")
 
 
 def take_out(values: dict[str, Any], known: Collection[str]) -> list[str]:
-    """Removes all fields but those of known, and says which are ignored. Raises HttpError for one that is not."""
+    """Removes all fields but the known ones, and returns which are ignored. Raises HttpError for a field that may not
+    be ignored."""
     for name, nothing in NOTHING.items():
         if name in values and values[name] == nothing and type(values[name]) is type(nothing):
             del values[name]
@@ -123,7 +124,7 @@ def take_out(values: dict[str, Any], known: Collection[str]) -> list[str]:
 
 
 def ignored_header(names: list[str]) -> dict[str, str]:
-    """The header that lists ignored fields; empty for none. Other characters than those of names become `?`."""
+    """Returns the header that lists ignored fields; empty for none. Characters that names cannot have become `?`."""
     shown = ["".join(c if c in SAFE else "?" for c in name[:LONGEST_NAME]) for name in names[:MOST_NAMED]]
     more = [f"and {len(names) - MOST_NAMED} more"] if len(names) > MOST_NAMED else []
     return {IGNORED_HEADER: ", ".join(shown + more)} if names else {}
@@ -137,7 +138,7 @@ def _check_unsupported(name: str, value: object) -> None:
 
 
 def _check_spelling(name: str, known: Collection[str]) -> None:
-    """A field of almost the name of a known one is no field of another server, but a mistake."""
+    """Refuses a field whose name is almost a known one: it is a mistake, not another server's field."""
     shown = name[:LONGEST_NAME]
     other = [OTHER_NAMES[name]] if OTHER_NAMES.get(name) in known else []
     near = other or difflib.get_close_matches(shown.lower(), known, n=1, cutoff=NEAR)

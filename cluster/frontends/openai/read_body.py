@@ -24,7 +24,7 @@ ObjectT = TypeVar("ObjectT", bound=BodyObject)
 def read_requests(
     kind: type[BodyT], data: bytes | bytearray, max_tokens: int
 ) -> tuple[BodyT, list[inference_pb2.GenerateRequest]]:
-    """The body without its prompts, and the gateway's request for each of them.
+    """Returns the body without its prompts, and the gateway's request for each prompt.
 
     max_tokens: of the longest prompt with its output. Raises HttpError, as read_body().
     """
@@ -44,7 +44,7 @@ def read_body(kind: type[BodyT], data: bytes | bytearray) -> BodyT:
 
 
 def read_object(kind: type[ObjectT], data: bytes | bytearray) -> tuple[ObjectT, list[str]]:
-    """A body of any kind, and the names of fields that are ignored. Raises as read_body()."""
+    """Reads a body of any kind. Returns it, and the names of fields that are ignored. Raises as read_body()."""
     try:
         values = from_json(data[len(BOM) :] if data.startswith(BOM) else data, allow_inf_nan=False)
     except ValueError as error:
@@ -65,7 +65,7 @@ def _whole(value: Any) -> Any:
 
 
 def checked(kind: type[ObjectT], values: dict[str, Any]) -> ObjectT:
-    """A body of these fields. Raises HttpError, as read_body()."""
+    """Makes a body from these fields. Raises HttpError, as read_body()."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:
@@ -73,7 +73,7 @@ def checked(kind: type[ObjectT], values: dict[str, Any]) -> ObjectT:
 
 
 def _refusal(kind: type[BodyObject], finding: Any) -> HttpError:
-    """The error for one of pydantic's findings: dotted field, value received and what it must be."""
+    """Makes the error for one of pydantic's findings: dotted field, value received and what it must be."""
     reason = finding["msg"].removeprefix("Value error, ")
     if not finding["loc"]:  # of the whole body: the message names its field itself
         return HttpError(400, reason, param=reason.partition(" ")[0])
@@ -106,7 +106,7 @@ def _described(kind: type[BodyObject], place: Sequence[str | int]) -> tuple[list
 
 
 def _parts_of(annotation: Any) -> list[type[BodyObject]]:
-    """The parts that a field may hold, also in lists."""
+    """Returns the parts that a field may hold, also in lists."""
     if isinstance(annotation, TypeAliasType):
         return _parts_of(annotation.__value__)
     if isinstance(annotation, type) and issubclass(annotation, BodyObject):

@@ -1,4 +1,4 @@
-"""The sampling parameters of a body: those of the protocol."""
+"""The sampling parameters of a body, as the protocol has them."""
 
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +18,7 @@ StopIds = TypeAliasType("StopIds", Annotated[list[int], FailFast(), Field(max_le
 
 
 def _sampling_field(field: FieldDescriptor) -> tuple[Any, Any]:
-    """Type and default of the sampling parameter that a protobuf field holds."""
+    """Returns type and default of the sampling parameter that a protobuf field holds."""
     kind: Any = type(field.default_value)
     accepted = accepted_value(field.name)
     if field.is_repeated and field.type == FieldDescriptor.TYPE_STRING:

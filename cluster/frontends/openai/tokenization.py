@@ -161,7 +161,7 @@ def _given(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_detokenize(data: bytes | bytearray, names: tuple[str, ...]) -> list[int]:
-    """The token ids. Raises HttpError."""
+    """Returns the token ids. Raises HttpError."""
     body, _ = read_object(DetokenizeBody, data)
     check_model(body.model, names)
     return body.tokens

@@ -119,7 +119,7 @@ class ToolFields(BodyObject):
 
     @property
     def calls(self) -> Calls | None:
-        """None when no tool may be called."""
+        """Returns the calls that a model may make; None if it may call no tool."""
         if not self.tools or self.tool_choice == "none":
             return None
         schemas = {tool.function.name: tool.function.parameters or ANY_OBJECT for tool in self.tools}
@@ -137,8 +137,8 @@ class ToolFields(BodyObject):
 
 
 def forced_schema(calls: Calls) -> dict[str, Any]:
-    """The JSON schema of what is generated: one tool's arguments, or a list of calls. It is spaced as templates show
-    calls: with more spaces a model could write those alone."""
+    """Returns the JSON schema of what is generated: one tool's arguments, or a list of calls. It is spaced as templates
+    show calls: with more spaces allowed, a model could write spaces alone."""
     if calls.named:
         return with_options(_arguments(calls.schemas[calls.named], "#"), COMPACT)
     roots = {name: f"#/$defs/{number}" for number, name in enumerate(calls.schemas)}

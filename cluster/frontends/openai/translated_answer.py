@@ -53,14 +53,14 @@ class TranslatedAnswer(AnyAnswer):
 
     @abstractmethod
     def _begin_events(self, message: inference_pb2.GenerateResponse) -> list[Event]:
-        """Before the first message's parts."""
+        """Returns the events before the first message's parts."""
 
     def _hear(self, message: inference_pb2.GenerateResponse) -> None:
-        """Before the events of its parts."""
+        """Hears a message before the events of its parts."""
 
     @abstractmethod
     def _part_events(self, part: ParsedPart) -> list[Event]: ...
 
     @abstractmethod
     def _end_events(self) -> list[Event]:
-        """Behind the last part."""
+        """Returns the events after the last part."""

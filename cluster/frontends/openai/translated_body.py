@@ -27,11 +27,11 @@ class TranslatedBody(AskingBody):
 
     @abstractmethod
     def translated(self) -> dict[str, Any]:
-        """The fields of the chat, as a body has them. Raises HttpError."""
+        """Returns the fields of the chat, as a body has them. Raises HttpError."""
 
     @property
     def chat(self) -> ChatBody:
-        """The chat, without its messages. Only behind requests()."""
+        """The chat, without its messages. Only after requests()."""
         return self._chat
 
     def requests(self) -> list[inference_pb2.GenerateRequest]:

@@ -40,7 +40,7 @@ class Output:
         return taken
 
     def add(self, part: ParsedPart) -> list[Event]:
-        """The events of one more part."""
+        """Returns the events of one more part."""
         match part:
             case Reasoning(text):
                 begun = self._begin("reasoning", {"summary": [], "content": []})
@@ -60,7 +60,7 @@ class Output:
                 return [self._more("response.function_call_arguments.delta", text)]
 
     def end(self) -> list[Event]:
-        """The events that end the last item."""
+        """Returns the events that end the last item."""
         kind, self._open = self._open, ""
         if not kind:
             return []
@@ -86,7 +86,7 @@ class Output:
         return [*done, {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}]
 
     def _begin(self, kind: str, fields: dict[str, Any]) -> list[Event]:
-        """Events that end the last item and begin one of this kind; none while one is open."""
+        """Returns the events that end the last item and begin one of this kind; none while such an item is open."""
         if self._open == kind:
             return []
         events = self.end()
@@ -108,7 +108,7 @@ class Output:
 async def responses_answer(
     chats: ChatAnswers, model: str, body: AskingBody, requests: list[inference_pb2.GenerateRequest]
 ) -> "ResponsesAnswer":
-    """The answer to a body. model: the name to answer with. HttpError as that of a chat."""
+    """Makes the answer to a body. model: the name to answer with. Raises HttpError as for a chat."""
     assert isinstance(body, ResponsesBody)
     parser = await chats.reading(body.chat, requests)
     return ResponsesAnswer(body, model, chats.tokenizer, parser)

@@ -42,7 +42,7 @@ class ResponseTool(BodyObject):
 
     @property
     def chat_tool(self) -> dict[str, Any]:
-        """The tool in a chat's form."""
+        """Returns the tool in a chat's form."""
         return {"type": "function", "function": self.model_dump(exclude={"type"}, exclude_none=True)}
 
 
@@ -70,7 +70,7 @@ class TextFormat(BodyObject):
 
     @property
     def chat_format(self) -> dict[str, Any]:
-        """The format as a chat's response_format."""
+        """Returns the format as a chat's response_format."""
         if self.held is None:
             return {"type": self.type}
         return {"type": self.type, "json_schema": {"name": self.name, "strict": self.strict, "schema": self.held}}

@@ -93,7 +93,7 @@ Input = Annotated[Annotated[str, Tag("a text")] | Annotated[Items, Tag("a list")
 
 
 def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
-    """The messages of a chat body. Reasoning and calls belong to the assistant's message beside them."""
+    """Returns the messages of a chat body. Reasoning and calls join the assistant's message next to them."""
     messages: list[dict[str, Any]] = []
     for item in items:
         match item:
@@ -118,7 +118,7 @@ def messages_of(items: Sequence[Item]) -> list[dict[str, Any]]:
 
 
 def _assistants(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    """The last message, if it is the assistant's, or else a new one."""
+    """Returns the last message if it is the assistant's, or else a new one."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]

@@ -81,8 +81,8 @@ class PromptReading:
     """Sends prompts, some at a time, to the prefill worker with the least work. The prompts of a lost worker go to
     another. Owned by the gateway's event loop.
 
-    A worker has at most AHEAD forwards of them, over all gateway processes. So prompts that are decoded wait for these
-    at most, however many wait here. Clients take turns here.
+    Each worker has at most AHEAD forwards of these prompts, over all gateway processes. So prompts that are decoded
+    wait for these at most, however many wait here. Clients take turns here.
     """
 
     def __init__(

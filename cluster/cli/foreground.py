@@ -113,7 +113,7 @@ def _serve(
 
 @contextmanager
 def _signals_interrupt() -> Iterator[None]:
-    """The first SIGINT or SIGTERM raises KeyboardInterrupt. Later ones are ignored."""
+    """Makes the first SIGINT or SIGTERM raise KeyboardInterrupt. Later ones are ignored."""
     interrupted = False
 
     def handle(number: int, frame: FrameType | None) -> None:

@@ -55,7 +55,7 @@ def _advice(fitting: list[int], needed: int, room: int) -> str:
 
 
 def command_of(pid: int) -> str:
-    """A process's name; empty where it cannot be seen, as from a container."""
+    """Returns a process's name; empty if it cannot be seen, as from a container."""
     try:
         return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
     except OSError:

@@ -16,7 +16,7 @@ WILDCARDS = ("0.0.0.0", "[::]")
 
 
 def read_prompt(text: str | None, file: Path | None, token_ids: str | None, *, chat: bool) -> Prompt:
-    """The given prompt, or stdin's without one or for `-`. Raises UsageError."""
+    """Returns the given prompt, or stdin's without one or for `-`. Raises UsageError."""
     if sum(source is not None for source in (text, file, token_ids)) > 1:
         raise UsageError("give the prompt once: as an argument, with --file or with --token-ids")
     if token_ids is not None:
@@ -37,7 +37,7 @@ def read_prompt(text: str | None, file: Path | None, token_ids: str | None, *, c
 
 @contextmanager
 def in_own_words() -> Iterator[None]:
-    """A gateway's refusal names the options of `tandem generate` in place of the request's fields."""
+    """Makes a gateway's refusal name the options of `tandem generate` in place of the request's fields."""
     try:
         yield
     except InvalidRequest as error:
@@ -52,7 +52,7 @@ def in_own_words() -> Iterator[None]:
 
 
 def reachable(addresses: str) -> str:
-    """A certificate names no wildcard, and a token is not sent to one."""
+    """Returns an address that can be reached: a certificate names no wildcard, and no token is sent to one."""
     pairs = [address.rpartition(":")[::2] for address in addresses.split(",")]
     return ",".join(f"{'localhost' if host in WILDCARDS else host}:{port}" for host, port in pairs)
 
@@ -74,7 +74,7 @@ def _read_stdin(*, asked: bool) -> str:
 
 
 def address_of(name: str) -> str:
-    """HOST:PORT of this machine's cluster of that name. Raises ClusterNotRunning."""
+    """Returns HOST:PORT of this machine's cluster of that name. Raises ClusterNotRunning."""
     state = running_cluster(name)
     if state is None:
         running = ", ".join(one.name for one in running_clusters()) or "none"
@@ -86,13 +86,13 @@ def address_of(name: str) -> str:
 
 
 def logs_at(address: str) -> str | None:
-    """The folder of logs of this machine's cluster at HOST:PORT; None of another machine's."""
+    """Returns the log folder of this machine's cluster at HOST:PORT; None for another machine's."""
     found = (state for state in running_clusters() if state.grpc_address and reachable(state.grpc_address) == address)
     return next((state.logs for state in found), None)
 
 
 def running_address() -> str:
-    """The running cluster's address; `local`'s when several run."""
+    """Returns the running cluster's address; `local`'s if several run."""
     addresses = {state.name: state.grpc_address for state in running_clusters() if state.grpc_address}
     if len(addresses) > 1 and "local" not in addresses:
         raise UsageError(f"give --address; several clusters run: {addresses}")

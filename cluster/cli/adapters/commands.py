@@ -67,7 +67,7 @@ def list_all(
 
 
 def _print(adapters: Iterable[admin_pb2.ServedAdapter], *, as_json: bool) -> None:
-    """One line each, or a JSON list."""
+    """Prints a line for each adapter, or a JSON list."""
     if as_json:
         print(json.dumps([_values(one) for one in adapters], indent=2))
         return

@@ -27,7 +27,7 @@ class Answer:
 
     @property
     def value(self) -> Any:
-        """The body's JSON; its text where it is none, as a proxy's may be."""
+        """Returns the body's JSON, or its text if it is no JSON, as a proxy's may be."""
         try:
             return json.loads(self.body)
         except (ValueError, RecursionError):
@@ -46,8 +46,8 @@ class Server:
 
     @classmethod
     def of_url(cls, url: str, token: str | None, tls: ssl.SSLContext | None) -> "Server":
-        """UsageError unless it is one of http or https, to which the token may be sent. It may end with /v1. tls: for
-        https, in place of the default."""
+        """Reads a URL, which may end with /v1. Raises UsageError unless it is http or https, and the token may be sent
+        there. tls: for https, in place of the default."""
         try:
             parts = urlsplit(url.rstrip("/"))
             port = parts.port or (443 if parts.scheme == "https" else 80)
@@ -62,7 +62,7 @@ class Server:
 
 
 def tls_context(ca: Path | None, certificate: Path | None, key: Path | None) -> ssl.SSLContext | None:
-    """None without a CA. ConfigError for files that are of no use."""
+    """Makes the TLS context; None without a CA. Raises ConfigError for files that cannot be used."""
     if ca is None:
         return None
     try:
@@ -111,7 +111,7 @@ class Connection:
         return Answer(answer.status, read, answer.headers.get("x-request-id", ""), _retry_seconds(answer.headers))
 
     def break_off(self) -> None:
-        """Ends a call under way with an error, and those that follow."""
+        """Ends the call under way and all later ones with an error."""
         self._broken_off = True
         with suppress(OSError, AttributeError):  # it may close meanwhile
             self._open.sock.shutdown(socket.SHUT_RDWR)  # type: ignore[union-attr]

@@ -80,7 +80,7 @@ def batch(
 
 
 def _http_of(address: str | None, *files: Path | None) -> str:
-    """The URL of a gateway's HTTP server. UsageError where there is none."""
+    """Returns the URL of a gateway's HTTP server. Raises UsageError if it has none."""
     from tandem.cluster.cli.input import reachable
     from tandem.cluster.errors import UsageError
 

@@ -33,7 +33,8 @@ class Row:
 
 
 def read_rows(path: Path, urls: Set[str], largest: int = MOST_LINE) -> Iterator["Row | str"]:
-    """Each row, or what is wrong with its line. Empty lines are left out. UsageError for a file that cannot be read."""
+    """Yields each row, or what is wrong with its line. Empty lines are left out. Raises UsageError for a file that
+    cannot be read."""
     try:
         with path.open("rb") as file:
             number = 0
@@ -70,7 +71,7 @@ def _row(number: int, line: bytes, urls: Set[str]) -> "Row | str":
 
 
 def check_rows(path: Path, urls: Set[str]) -> frozenset[str]:
-    """The ids of all rows. UsageError, with a line for each of the first errors."""
+    """Returns the ids of all rows. Raises UsageError, with a line for each of the first errors."""
     ids, wrong = set[str](), list[str]()
     for row in read_rows(path, urls):
         if isinstance(row, str):
@@ -89,13 +90,13 @@ def check_rows(path: Path, urls: Set[str]) -> frozenset[str]:
 
 
 def result(row: Row, status: int, request_id: str, body: Any) -> dict[str, Any]:
-    """The line of a request that was answered, be it by an error."""
+    """Returns the line of a request that got an answer, even an error."""
     response = {"status_code": status, "request_id": request_id, "body": body}
     return {"id": _new_id(), "custom_id": row.custom_id, "response": response, "error": None}
 
 
 def failure(row: Row, code: str, message: str) -> dict[str, Any]:
-    """The line of a request that got no answer."""
+    """Returns the line of a request that got no answer."""
     error = {"code": code, "message": message}
     return {"id": _new_id(), "custom_id": row.custom_id, "response": None, "error": error}
 
@@ -109,7 +110,7 @@ def _new_id() -> str:
 
 
 class Results:
-    """The file of results. This process has it alone, until close(), which the end of the process does, too.
+    """The file of results. This process has it alone, until close() or the end of the process.
 
     done: ids of rows that stand there. failed: how many of them are errors.
     """

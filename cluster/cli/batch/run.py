@@ -88,7 +88,7 @@ class Batch:
             return next(self._rows, None)
 
     def _line(self, connection: Connection, row: Row) -> dict[str, Any] | None:
-        """None once the batch stops. A gateway that is away or full is asked again, later."""
+        """Returns a row's line; None once the batch stops. Asks a gateway that is away or full again, later."""
         body, timeouts, tries, pause = self._body(row), 0, 0, FIRST_PAUSE
         while not self._stop.is_set():
             wanted, began = 0.0, time.monotonic()
@@ -129,7 +129,8 @@ class Batch:
             return False
 
     def _is_away(self, reason: str, began: float) -> None:
-        """TandemError once it has been for too long. began: a call that got no answer; a long one was under way."""
+        """Notes that the gateway is away. Raises TandemError once it has been away for too long. began: when the call
+        without an answer began; a long one was under way."""
         now = time.monotonic()
         if self._away_since is None or now - began > 2 * CONNECT_SECONDS:
             self._away_since = now

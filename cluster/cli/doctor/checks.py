@@ -63,7 +63,7 @@ class Verdict:
 
 
 def examine(port: int, driver: Driver) -> Iterator[Finding]:
-    """All findings, each as soon as it is known. port: the gateway's."""
+    """Yields all findings, each as soon as it is known. port: the gateway's."""
     yield _python()
     for name in ("torch", "ray", "grpcio"):
         yield _package(name, "reinstall tandem: it is needed everywhere")
@@ -133,7 +133,7 @@ def _runs(index: int, gpu: Gpu, driver: Driver) -> str:
 
 
 def _room(gpu: Gpu) -> int:
-    """Bytes for weights and KV that other processes leave."""
+    """Returns the bytes for weights and KV that other processes leave."""
     return int(gpu.memory * GPU_MEMORY_UTILIZATION) - RESERVED_BYTES - gpu.used
 
 
@@ -143,7 +143,7 @@ def _python() -> Finding:
 
 
 def _package(name: str, advice: str) -> Finding:
-    """nvshmem4py's distribution carries its CUDA version in its name."""
+    """Finds a package. nvshmem4py's distribution carries its CUDA version in its name."""
     for distribution in (name, f"{name}-cu13", f"{name}-cu12"):
         try:
             return Finding(name, version(distribution))
@@ -249,7 +249,7 @@ def _nixl() -> Finding:
 
 
 def _nvcc() -> Finding:
-    """FlashInfer's kernels are loaded into a process that has torch's CUDA runtime."""
+    """Finds nvcc. FlashInfer's kernels are loaded into a process that has torch's CUDA runtime."""
     advice = "for FlashInfer's kernels and device-side puts: install the CUDA toolkit of torch's CUDA version"
     finding = _tool("nvcc", ("nvcc",), advice)
     torch = _torch()
@@ -283,7 +283,7 @@ def _shm() -> Finding:
 
 
 def _memory_files() -> Finding:
-    """An island of CPUs keeps its pages in memory files without a name, whatever the size of /dev/shm."""
+    """Checks memory files without a name: an island of CPUs keeps its pages there, whatever the size of /dev/shm."""
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         descriptor = os.memfd_create("tandem-doctor")
@@ -299,7 +299,7 @@ def _memory_files() -> Finding:
 
 
 def _ray_token() -> Finding:
-    """Whoever reaches a Ray without one runs code on it."""
+    """Checks Ray's token: without one, anybody who reaches a Ray can run code on it."""
     if os.environ.get("RAY_AUTH_TOKEN"):
         return Finding("ray token", "in RAY_AUTH_TOKEN")
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path("~/.ray/auth_token").expanduser())

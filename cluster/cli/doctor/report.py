@@ -26,7 +26,7 @@ class Needs:
 
     @classmethod
     def of_host(cls, driver: Driver) -> "Needs":
-        """Whatever could run here: on GPUs where the host has some."""
+        """Returns the needs of whatever could run here: on GPUs if the host has some."""
         return cls((*NEEDED, *NEEDED_BY_GPUS), any_gpu=True) if driver.gpus else cls(NEEDED)
 
     @classmethod
@@ -44,7 +44,7 @@ class Needs:
         return "failed" if finding.name in self.names else "missing"
 
     def failed(self, findings: Iterable[Finding], verdicts: Sequence[Verdict]) -> list[str]:
-        """The names of what has failed, each once."""
+        """Returns the names of the checks that failed, each once."""
         names = [one.name for one in findings if self.state(one) == "failed"]
         if self.any_gpu and not any(one.serves for one in verdicts if one.device != "CPU"):
             names.append("gpus")
@@ -63,13 +63,13 @@ def check_config(config: ClusterConfig, address: str | None) -> list[Finding]:
 
 
 def as_line(finding: Finding, needs: Needs) -> str:
-    """State, name, what was found, advice."""
+    """Returns a line: state, name, finding, advice."""
     line = f"{needs.state(finding):8} {finding.name:18} {finding.found}"
     return f"{line} → {finding.advice}" if finding.advice else line
 
 
 def as_json(findings: Sequence[Finding], verdicts: Sequence[Verdict], needs: Needs, driver: Driver) -> str:
-    """One object: what was found, what each device can run, and who holds the memory of each GPU."""
+    """Returns one object: the findings, what each device can run, and which processes hold each GPU's memory."""
     failed = needs.failed(findings, verdicts)
     return json.dumps(
         {

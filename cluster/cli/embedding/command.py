@@ -60,7 +60,7 @@ def embed(
 
 
 def _embedded(client: "Client", first: int, texts: Sequence[str], options: dict[str, Any]) -> Iterable[list[float]]:
-    """One call. first: the index of its first text. A refusal names the command's options and these texts."""
+    """Makes one call. first: the index of its first text. A refusal names the command's options and these texts."""
     from tandem.cluster.errors import InvalidRequest
 
     try:

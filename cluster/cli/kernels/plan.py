@@ -74,7 +74,7 @@ class KernelPlan:
 
 
 def choose_target(gpu: str | None, driver: Driver) -> Target:
-    """The kind of GPU that is meant: the one that is named, else this host's. UsageError without one."""
+    """Returns the named kind of GPU, else this host's. Raises UsageError if there is none."""
     if gpu is not None:
         if gpu.lower() not in TARGETS:
             raise UsageError(f"--gpu is {gpu!r}; it must be one of {', '.join(TARGETS)}")

@@ -14,13 +14,14 @@ EMPTY = "keys: []\n"
 
 
 def entry_text(fields: Mapping[str, object]) -> str:
-    """An entry of the list, a line for each field that is not None."""
+    """Returns an entry of the list, with a line for each field that is not None."""
     lines = [f"{name}: {_inline(value)}" for name, value in fields.items() if value is not None]
     return "- " + "\n  ".join(lines) + "\n"
 
 
 def with_entry(text: str, fields: Mapping[str, object], source: str) -> str:
-    """A file's text, and an entry at its end. UsageError for a name that is there, ConfigError for a bad file.
+    """Returns a file's text with an entry at its end. Raises UsageError for a name that is there, ConfigError for a bad
+    file.
 
     source: what errors call the file.
     """
@@ -46,7 +47,7 @@ def with_entry(text: str, fields: Mapping[str, object], source: str) -> str:
 
 
 def without_entry(text: str, name: str, source: str) -> str:
-    """A file's text without an entry. UsageError where no key has this name, ConfigError for a bad file."""
+    """Returns a file's text without an entry. Raises UsageError if no key has this name, ConfigError for a bad file."""
     before = parse_keys(text.encode(), source)
     names = _by_name(before)
     if name not in names:
@@ -72,7 +73,7 @@ def _holds(text: str, names: list[str], before: tuple[Key, ...]) -> bool:
 
 
 def _cut(text: str, index: int) -> str | None:
-    """The text without the lines of an entry. Comments above the next entry stay. None where entries share lines."""
+    """Returns the text without an entry's lines. Comments above the next entry stay. None if entries share lines."""
     lines = text.splitlines(keepends=True)
     items = _items(text)
     begin = items[index].start_mark.line
@@ -83,7 +84,7 @@ def _cut(text: str, index: int) -> str | None:
 
 
 def _emptied(text: str) -> str | None:
-    """The text when its only entry goes."""
+    """Returns the text without its only entry."""
     cut = _cut(text, 0)
     return None if cut is None else re.sub(r"^([ ]*)keys:[ ]*$", r"\1keys: []", cut, count=1, flags=re.MULTILINE)
 
@@ -94,7 +95,7 @@ def _items(text: str) -> list[yaml.Node]:
 
 
 def _written_anew(text: str, values: object, source: str) -> str:
-    """The file in another form, which loses comments. So a file that has any is refused."""
+    """Returns the file in another form, which loses comments. So it refuses a file that has any."""
     if "#" in text:
         raise UsageError(
             f"{source} has comments, and its keys are no list of lines that begin with '- '; edit it by hand"
@@ -109,5 +110,5 @@ def _by_name(keys: tuple[Key, ...]) -> list[str]:
 
 
 def _inline(value: object) -> str:
-    """YAML on one line, with quotes where a name would read as a number."""
+    """Returns YAML on one line, with quotes where a name would read as a number."""
     return yaml.safe_dump(value, default_flow_style=True, width=1 << 20, sort_keys=False).removesuffix("...\n").strip()

@@ -47,10 +47,10 @@ class Gateway:
     tls_key: TlsKey = None
 
     def open(self, address: str | None = None) -> "Client":
-        """A client of it, or of this machine's cluster. Raises UsageError, ConfigError.
+        """Returns a client of the gateway, or of this machine's cluster. Raises UsageError, ConfigError.
 
-        address: calls this one instead; several may have commas between them, see Client. The token is that of
-        token_file, else TANDEM_API_KEY's.
+        address: calls this one instead; several may have commas between them, see Client. The token is token_file's,
+        else TANDEM_API_KEY's.
         """
         from tandem.cluster.cli.input import running_address
         from tandem.cluster.client.client import Client

@@ -20,7 +20,8 @@ PIPE_WIDTH = 140  # columns of a table that no terminal shows
 def print_stream(updates: Iterable[GenerateUpdate], count: int = 1) -> None:
     """Prints the text as it comes; token ids for a checkpoint without a tokenizer. Ends the line before an error.
 
-    count: answers. Of several each has a line with its index in front, and waits until those before it have ended.
+    count: answers. If there are several, each has a line with its index in front, and waits until earlier answers have
+    ended.
     """
     answers = [_Shown(f"[{index}] " if count > 1 else "") for index in range(count)]
     turn = 0
@@ -84,7 +85,7 @@ def print_json(updates: Iterable[GenerateUpdate], count: int = 1) -> None:
 
 
 def _whole(parts: list[GenerateUpdate], seconds: list[float]) -> dict[str, Any]:
-    """One answer."""
+    """Returns one answer as JSON's types."""
     result = asdict(parts[-1]) if parts else {}
     result["text"] = "".join(part.text for part in parts)
     for name in ("token_ids", "logprobs", "prompt_logprobs", "prompt_token_ids"):
@@ -93,7 +94,7 @@ def _whole(parts: list[GenerateUpdate], seconds: list[float]) -> dict[str, Any]:
 
 
 def print_cluster(info: inference_pb2.ClusterInfo, as_json: bool) -> None:
-    """JSON is proto3's own mapping of ClusterInfo, with its field names."""
+    """Prints a cluster. Its JSON is proto3's own mapping of ClusterInfo, with its field names."""
     if as_json:
         print(MessageToJson(info, preserving_proto_field_name=True, always_print_fields_with_no_presence=True))
         return

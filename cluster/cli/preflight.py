@@ -58,8 +58,8 @@ CONFIGS = {  # by the GPUs that they need
 
 
 def check_host(config: ClusterConfig, *, own_ray: bool, beside: Set[int] = frozenset()) -> list[str]:
-    """Warnings. own_ray: Ray is started here, so that this host is the one that must have what the workers need.
-    beside: as check_ports()'s.
+    """Returns warnings. own_ray: Ray is started here, so this host must have what the workers need. beside: as
+    check_ports()'s.
 
     Raises ConfigError for what the configuration asks of this host in vain, StartFailed for what this host lacks.
     """
@@ -86,14 +86,14 @@ def check_host(config: ClusterConfig, *, own_ray: bool, beside: Set[int] = froze
 
 
 def check_ray(address: str | None) -> None:
-    """StartFailed unless a Ray answers there. None and auto: one that is started here, or that Ray finds."""
+    """Raises StartFailed unless a Ray answers at the address. Passes None, which starts a Ray here, and auto."""
     if address not in (None, "auto"):
         check_ray_answers(address, asked_host(address, machine_address()))
 
 
 @contextmanager
 def as_typed(typed: object, found: str | None) -> Iterator[None]:
-    """Errors of a start show the model's path as it was typed, and not the folder that was found by it."""
+    """Makes errors of a start show the model's path as it was typed, not the folder that was found by it."""
     try:
         yield
     except (ConfigError, StartFailed) as error:
@@ -103,7 +103,7 @@ def as_typed(typed: object, found: str | None) -> Iterator[None]:
 
 
 def require_model(config: ClusterConfig) -> None:
-    """ConfigError where none is given."""
+    """Raises ConfigError if no model is given."""
     if config.model.path is None:
         raise ConfigError(
             "model.path is null; it must be a checkpoint folder or a hub id: give --model, or set it in the YAML"
@@ -111,7 +111,7 @@ def require_model(config: ClusterConfig) -> None:
 
 
 def check_model(config: ClusterConfig) -> None:
-    """ConfigError for a model that is not given, or whose folder is no checkpoint."""
+    """Raises ConfigError for a model that is not given, or whose folder is no checkpoint."""
     require_model(config)
     section, folder = config.model, Path(config.model.path or "")
     findings = list(_check_model(section))
@@ -132,7 +132,7 @@ def check_model(config: ClusterConfig) -> None:
 
 
 def _check_divided(config: ClusterConfig, fields: Fields) -> None:
-    """ConfigError for ranks and drafts that no family with this config.json takes."""
+    """Raises ConfigError for ranks and drafts that no family with this config.json takes."""
     heads = fields.raw("num_attention_heads")
     for key in ("prefill_ranks", "decode_ranks"):
         ranks = getattr(config.island, key)
@@ -156,8 +156,8 @@ def _check_packages(config: ClusterConfig) -> Iterator[str]:
 
 
 def _check_adapters(config: ClusterConfig) -> None:
-    """ConfigError for a folder that holds no adapter, as far as its configuration says so, and for host memory that
-    holds none. Workers read it all."""
+    """Raises ConfigError for a folder whose configuration shows that it holds no adapter, and for host memory that
+    holds none. Workers read the whole folder."""
     section = config.adapters
     findings = [*_check_host_bytes(config)] if section.is_on else []
     for name, folder in section.folders.items():
@@ -185,7 +185,7 @@ def _check_host_bytes(config: ClusterConfig) -> Iterator[str]:
 
 
 def _check_draft(config: ClusterConfig) -> None:
-    """ConfigError for a folder that is no model's. The launcher reads it all; heads have other architectures."""
+    """Raises ConfigError for a folder that is no model's. The launcher reads it all; heads have other architectures."""
     folder = Path(config.speculation.draft or "")
     try:
         if config.speculation.method == "draft_model":
@@ -195,7 +195,7 @@ def _check_draft(config: ClusterConfig) -> None:
 
 
 def fitting_config(gpus: int) -> str:
-    """The shipped configuration that uses most of so many GPUs."""
+    """Returns the shipped configuration that uses most of this many GPUs."""
     return CONFIGS[max(needed for needed in CONFIGS if needed <= gpus)]
 
 
@@ -334,7 +334,7 @@ def _check_free(folder: Path, needed: int, advice: str) -> Iterator[str]:
 
 
 def _warn_of_shm() -> Iterator[str]:
-    """Workers on CPUs do with any: their pages lie in memory files."""
+    """Warns of a small /dev/shm. CPU workers can do with any size: their pages are in memory files."""
     if any(_check_free(SHM, RAY_SHM_BYTES, "")):
         yield f"{SHM} has less than {RAY_SHM_BYTES // MIB} MiB free: Ray keeps its objects in its temporary folder"
 

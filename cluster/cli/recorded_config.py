@@ -26,7 +26,8 @@ KEYS = {  # of the cluster's configuration, by the field of WorkerConfig that ha
 
 
 def check_recorded(header: Header) -> None:
-    """NoReplay for a value that no cluster's configuration may have. Its text names the key and the allowed values."""
+    """Raises NoReplay for a value that no cluster's configuration may have. Its text names the key and the allowed
+    values."""
     config = header.config
     keys: dict[str, Any] = {key: getattr(config, name) for name, key in KEYS.items()}
     keys["cache.num_pages"] = header.num_pages

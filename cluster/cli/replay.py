@@ -69,7 +69,7 @@ def _described(action: "ActionEntry") -> str:
 
 
 def described(summary: "Summary") -> str:
-    """Some lines of text."""
+    """Returns some lines of text."""
     counts = ", ".join(f"{count} {name}" for name, count in summary.by_name.most_common())
     lines = [
         f"{summary.actions} actions of {summary.seconds:.3f} s in {len(summary.files)} files: {counts or 'none'}",

@@ -112,7 +112,7 @@ def _join(workers: Sequence[Ranks], headers: Sequence[Header], missing: Sequence
 
 
 def _open_missing(ranks: WorkerRanks, config: WorkerConfig, num_pages: int, stack: ExitStack) -> bytes:
-    """The handle of the memory of a rank whose worker has no record here."""
+    """Returns the handle of the memory of a rank whose worker has no record here."""
     member = TransportConfig(
         pe=config.pe,
         num_pes=config.num_pes,
@@ -129,7 +129,7 @@ def _open_missing(ranks: WorkerRanks, config: WorkerConfig, num_pages: int, stac
 
 
 def _engine(ranks: Ranks) -> tuple[Engine, list[PushLog]]:
-    """The leader's engine, as it was when the worker began to serve, and what each rank pushes."""
+    """Returns the leader's engine as it was when the worker began to serve, and what each rank pushes."""
     logs: list[PushLog] = []
 
     def watch(writer: PageWriter) -> PageWriter:

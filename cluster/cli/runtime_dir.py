@@ -31,9 +31,10 @@ class ClusterState:
 
 
 def runtime_dir() -> Path:
-    """$XDG_RUNTIME_DIR/tandem, else this user's folder in the temporary folder. A missing one is made with mode 700.
+    """Returns $XDG_RUNTIME_DIR/tandem, else this user's folder in the temporary folder. A missing one is made with mode
+    700.
 
-    RuntimeDirError when the folder belongs to somebody else or is open to others.
+    Raises RuntimeDirError if the folder belongs to another user or is open to others.
     """
     base = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(base, "tandem") if base else Path(tempfile.gettempdir(), f"tandem-{os.getuid()}")
@@ -48,13 +49,13 @@ def runtime_dir() -> Path:
 
 
 def running_clusters() -> tuple[ClusterState, ...]:
-    """This user's running clusters, by name."""
+    """Returns this user's running clusters, by name."""
     names = sorted(path.name.removesuffix(SUFFIX) for path in runtime_dir().glob(f"*{SUFFIX}"))
     return tuple(state for name in names if (state := running_cluster(name)) is not None)
 
 
 def running_cluster(name: str) -> ClusterState | None:
-    """The running cluster of that name, or None."""
+    """Returns the running cluster of that name, or None."""
     try:
         file = os.open(_path(name), os.O_RDONLY)
     except OSError as error:
@@ -127,7 +128,8 @@ class ClusterLock:
             time.sleep(0.02)
 
     def _is_current(self, file: int) -> bool:
-        """False when the former owner removed the file between our opening and our locking it."""
+        """Returns whether the file is still the one that was opened: its former owner may have removed it before it was
+        locked."""
         try:
             return os.path.samestat(os.fstat(file), os.stat(self._path))
         except FileNotFoundError:
@@ -157,7 +159,7 @@ def _try_lock(file: int, kind: int) -> bool:
 
 
 def _read(file: int, name: str) -> ClusterState:
-    """The state in a locked file; pid is None when its owner has not written it yet."""
+    """Returns the state in a locked file; pid is None if its owner has not written it yet."""
     try:
         return ClusterState(**json.loads(os.pread(file, 4096, 0)))
     except (ValueError, TypeError):

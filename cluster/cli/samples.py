@@ -28,7 +28,7 @@ class Samples:
         return set(self._samples)
 
     def total(self, name: str, **labels: str) -> float:
-        """The sum of a metric's series that have these labels; 0 without one."""
+        """Returns the sum of a metric's series that have these labels; 0 if there is none."""
         return sum(value for _, value in self.series(name, **labels))
 
     def series(self, name: str, **labels: str) -> list[tuple[dict[str, str], float]]:
@@ -36,7 +36,7 @@ class Samples:
         return [(own, value) for own, value in self._samples.get(name, []) if labels.items() <= own.items()]
 
     def buckets(self, name: str) -> dict[float, float]:
-        """A histogram's counts up to each bound, summed over its series."""
+        """Returns a histogram's counts up to each bound, summed over its series."""
         counts: defaultdict[float, float] = defaultdict(float)
         for labels, value in self._samples.get(f"{name}_bucket", []):
             counts[float(labels["le"])] += value

@@ -32,7 +32,7 @@ class ServiceManager:
 
     @classmethod
     def from_environ(cls, environ: MutableMapping[str, str]) -> "ServiceManager":
-        """Takes the variables away: no process that is started later speaks for this one."""
+        """Reads the variables and removes them, so that no later process speaks for this one."""
         address = environ.pop(SOCKET, "")
         microseconds, pid = environ.pop(WATCHDOG_MICROSECONDS, ""), environ.pop(WATCHDOG_PID, "")
         watched = microseconds.isdecimal() and pid in ("", str(os.getpid()))
@@ -43,15 +43,15 @@ class ServiceManager:
         self._send(f"STATUS={text}")
 
     def ready(self, text: str, alive: Callable[[], bool]) -> None:
-        """The service is up. From now on a thread shows that it is alive, as long as alive() is true or it stops,
-        until close(). text: as of status()."""
+        """Tells that the service is up. Until close(), a thread then shows that it is alive, while alive() is true or
+        it stops. text: as of status()."""
         self._send(f"READY=1\nSTATUS={text}")
         if self._socket is not None and self._watchdog_seconds > 0:
             self._beats = threading.Thread(target=self._beat, args=(alive,), name="watchdog", daemon=True)
             self._beats.start()
 
     def stopping(self) -> None:
-        """An end may take long, and has a limit of its own."""
+        """Tells that the service stops. That may take long, and has its own time limit."""
         self._stops = True
         self._send("STOPPING=1\nSTATUS=stopping")
 

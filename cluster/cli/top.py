@@ -86,7 +86,7 @@ class ClusterView:
 def watch(client: Client, seconds: float, *, once: bool, as_json: bool) -> None:
     """Shows the cluster until Ctrl-C, or once. On a terminal in place, else view by view.
 
-    Raises the errors of Client.cluster_info. A gateway that is away for a while is waited for, unless it is asked once.
+    Raises the errors of Client.cluster_info. It waits for a gateway that is away for a while, unless it asks once only.
     """
     console = Console(highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH)
     views = look(client, seconds, patient=not once)
@@ -107,7 +107,7 @@ def watch(client: Client, seconds: float, *, once: bool, as_json: bool) -> None:
 
 
 def look(client: Client, seconds: float, *, patient: bool) -> Iterator[ClusterView]:
-    """A view every `seconds`. patient: waits for a gateway that was there before."""
+    """Yields a view every `seconds`. patient: waits for a gateway that was there before."""
     before = _scrape(client)
     while True:
         time.sleep(seconds)
@@ -153,7 +153,7 @@ def view_of(info: inference_pb2.ClusterInfo, interval: Interval) -> ClusterView:
 
 
 def render(view: ClusterView) -> RenderableType:
-    """Two lines of totals, and a table of workers."""
+    """Returns two lines of totals, and a table of workers."""
     state = Text("ready", "green") if view.ready else Text("not ready", "bold red")
     head = Text.assemble(
         (view.name, "bold"), f"  tandem {view.version}  up {view.uptime_seconds:.0f} s  ", state,

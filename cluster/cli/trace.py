@@ -6,7 +6,8 @@ from tandem.proto import admin_pb2
 
 
 def chrome_trace(trace: admin_pb2.Trace) -> str:
-    """A row for each process, in the order in which the request reached them. Times in microseconds from its begin."""
+    """Returns a row for each process, in the order in which the request reached them. Times are in microseconds from
+    its beginning."""
     begin = min(span.begin_ns for span in trace.spans)
     rows = {name: row for row, name in enumerate(dict.fromkeys(span.process for span in trace.spans), start=1)}
     events: list[dict[str, object]] = []

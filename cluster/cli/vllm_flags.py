@@ -56,7 +56,7 @@ FLAGS = {
 
 
 def check_words(words: Sequence[str], own: Sequence[str]) -> None:
-    """UsageError for `tandem serve`, and as check_flags() for `tandem up`. words: of the command line."""
+    """Raises UsageError for `tandem serve`, and as check_flags() for `tandem up`. words: of the command line."""
     if words[:1] == ["serve"]:
         raise UsageError("serve is a command of vllm; here it is `tandem up CONFIG --model MODEL`")
     if words[:1] == ["up"]:
@@ -64,7 +64,8 @@ def check_words(words: Sequence[str], own: Sequence[str]) -> None:
 
 
 def check_flags(arguments: Sequence[str], own: Sequence[str]) -> None:
-    """UsageError with a line for each flag of vLLM's among the arguments of `tandem up`. own: the command's options."""
+    """Raises UsageError with a line for each of vLLM's flags among the arguments of `tandem up`. own: the command's
+    options."""
     typed = dict.fromkeys(one.partition("=")[0] for one in arguments if one.startswith("-"))
     found = {flag: known for flag in typed if (known := flag.replace("_", "-")) in FLAGS and flag not in own}
     if found:

@@ -1,4 +1,4 @@
-"""Which lanes copy between pools and a store's memory: by the pools' device."""
+"""Chooses the lanes that copy between pools and a store's memory, by the pools' device."""
 
 from collections.abc import Callable, Sequence
 

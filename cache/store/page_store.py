@@ -1,4 +1,4 @@
-"""Where pages go that a prefix index evicts, and come back from: the contract of a tier below a worker's pools."""
+"""The contract of a tier below a worker's pools: it keeps pages that a prefix index evicts, and gives them back."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -87,7 +87,7 @@ class PageStore(Protocol):
         ...
 
     def held(self, wanted: Sequence[PageNames]) -> AbstractContextManager[None]:
-        """Within the block put() forgets none of these pages, and keeps nothing that has no other room. They count as
+        """Within the block put() forgets none of these pages, and refuses pages that find no other room. They count as
         just used, and the first ones as used last."""
         ...
 

@@ -1,4 +1,4 @@
-"""Which pages of one layer group a store has, and in which slots: an LRU cache."""
+"""The pages of one layer group that a store has, and their slots: an LRU cache."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence

@@ -111,6 +111,6 @@ class StreamLanes:
 
 
 def strips(layers: Sequence[int], page_bytes: int, begins: Sequence[int]) -> list[int]:
-    """The byte at which each stage begins in a page of these layers, and the end of the last one."""
+    """Returns the byte at which each stage begins in a page of these layers, and the end of the last stage."""
     each = page_bytes // len(layers)
     return [each * sum(layer < begin for layer in layers) for begin in begins] + [page_bytes]

@@ -1,4 +1,4 @@
-"""A page store in host memory with a local disk behind it."""
+"""A page store in host memory that is backed by a local disk."""
 
 from collections import deque
 from collections.abc import Sequence

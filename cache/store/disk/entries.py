@@ -58,7 +58,7 @@ class PageSum:
         self._weights: Int64Array = weights | 1
 
     def of(self, words: Int64Array, entry: Entry) -> int:
-        """words: a page and zeros behind it, int64 [n]."""
+        """words: a page and zeros after it, int64 [n]."""
         header = entry._replace(sum=0).pack()
         return (int(np.dot(words, self._weights)) + int.from_bytes(blake2b(header, digest_size=8).digest())) % WORD
 

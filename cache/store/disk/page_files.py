@@ -119,8 +119,8 @@ class PageFiles:
             os.posix_fadvise(file.direct, begin, self._stride, os.POSIX_FADV_DONTNEED)
 
     def reader(self, slot: int, page: Bytes, number: int) -> Callable[[], None]:
-        """A function that fills page, uint8 [page_bytes], with what stands in a slot. Another thread may call it,
-        before this one makes other calls than those of the MOST_READS readers that run at once. number: of these."""
+        """Returns a function that fills page, uint8 [page_bytes], from a slot. Another thread may call it, while this
+        thread makes no calls but for the other readers that run at once. number: the reader's, below MOST_READS."""
         file, _, begin = self._places(slot)
         return partial(self._read, file, begin, page, self._rooms[number])
 

@@ -1,4 +1,4 @@
-"""Which LoRA adapter each row of a forward has, for the layers that a runner launches."""
+"""The LoRA adapter of each row of a forward, for the layers that a runner launches."""
 
 from collections.abc import Sequence
 

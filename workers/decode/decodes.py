@@ -104,8 +104,7 @@ class Decodes:
         *,
         parks: bool = True,
     ) -> Reservation:
-        """See Reservations.prepare. Raises NoRoom also while others go first: older prompts of peers, and see
-        Parking."""
+        """See Reservations.prepare. Raises NoRoom also while older prompts of peers go first, or others by Parking."""
         known = self._reservations.get(request_id) is not None
         if self._scheduler.lacks_room and not known:
             raise NoRoom(f"no room for request {request_id!r}: prompts of peers wait for it")
@@ -122,7 +121,7 @@ class Decodes:
         constraint: Constraint | None = None,
         gatherer: PromptLogprobs | None = None,
     ) -> None:
-        """Sends the tokens of a reserved request to `token_stream` once its KV is here. Queues a local prompt now."""
+        """Sends a reserved request's tokens to `token_stream` once its KV is here. Queues a local prompt now."""
         request = self._reservations.start(request_id, reservation_id, params.max_tokens, num_output)
         request.params, request.constraint, request.gatherer = params, constraint, gatherer
         request.rule, request.token_stream = FinishRule.of(params, self._eos_token_ids), token_stream
@@ -368,8 +367,7 @@ class Decodes:
             self.failed(request, guide_error(request.constraint) or LogitsNotFinite(request.request_id, position))
 
     def _fail_all(self, error: Exception) -> float:
-        """Ends every request with a row, now or in a step whose tokens are not read yet. Returns what read() then
-        returns."""
+        """Ends all requests with a row, also in a step whose tokens are not read yet. Returns as read() does."""
         requests = [one for one in self._reservations.decoded() if one not in (*self._joining, *self._parking.rising)]
         log.error("a decode forward failed", exc_info=error, extra=of_requests(*requests))
         try:

@@ -1,4 +1,4 @@
-"""What grammars allow in the rows of a step: the loop waits for these masks, and the engine gets their words."""
+"""The masks of what grammars allow in the rows of a step: the loop waits for them, and hands them to the engine."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""How many threads a worker's native kernels use."""
+"""The number of threads that a worker's native kernels use."""
 
 import os
 

@@ -20,8 +20,8 @@ class Overcommit:
     """Gives each row, before each launch, the pages for that step and all steps in flight. Owned by the step thread.
 
     A row pauses if no pages are free. Then rows that rank after it are parked: the highest level first, and within a
-    level the latest. If all of them would not be enough, the row itself is parked. So the first-ranked row never waits
-    for a running one, and even a request as long as the pool can always finish.
+    level the latest. If parking all these rows would not be enough, the row itself is parked. So the first-ranked row
+    never waits for a running one, and even a request as long as the pool can always finish.
     """
 
     def __init__(self, engine: Engine, rows: DecodeRows, reservations: Reservations, leave: Leave) -> None:

@@ -1,4 +1,4 @@
-"""Which calls of an engine are actions."""
+"""Marks the calls of an engine that are actions."""
 
 from collections.abc import Callable
 from typing import TypeVar

@@ -1,4 +1,4 @@
-"""What a sequence is admitted with."""
+"""The terms on which a sequence is admitted."""
 
 from collections.abc import Callable
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""What an engine can do, by its device, kernels and model, and by what was captured."""
+"""The capabilities of an engine, by its device, kernels, model and captures."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""What an engine prepares before its first request."""
+"""The forwards that an engine captures before its first request."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""How the forwards of a step are launched on a runner."""
+"""Launches the forwards of a step on a runner."""
 
 from collections.abc import Callable
 

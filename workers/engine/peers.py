@@ -1,4 +1,4 @@
-"""Where a worker stands among those that it writes to."""
+"""A worker's place among the peers that it writes to."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""How far each process of a worker has got, where it has several."""
+"""The progress of each process of a worker that has several."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

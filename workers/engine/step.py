@@ -1,4 +1,4 @@
-"""What one launch computes, and what it leaves behind. They are NamedTuples, as in scheduling.batch."""
+"""The input of one launch, and what it leaves behind. Both are NamedTuples, as in scheduling.batch."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -42,8 +42,8 @@ class Step(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """rows: tokens behind the rows; None also where a step that is foreseen or follows was not launched. drafts: those
-    of a model before the rows. prompts: see ModelRunner.prompts. scored: of each chunk that is scored."""
+    """rows: tokens behind the rows; None also where a step that is foreseen or follows was not launched. drafts: a
+    model's drafts before the rows. prompts: see ModelRunner.prompts. scored: of each chunk that is scored."""
 
     rows: PendingSamples | None = None
     drafts: PendingSamples | None = None

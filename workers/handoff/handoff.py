@@ -129,7 +129,7 @@ class Handoff:
     # Steps
 
     def upkeep(self, stop: Stop) -> None:
-        """Stops requests that receivers want back or that nobody waits for, and drops those that are quiet."""
+        """Stops requests that receivers want back or that nobody waits for, and drops requests that are quiet."""
         self._heed_recalls(stop)
         if self._requests:
             self._stop_expired(stop)

@@ -21,7 +21,7 @@ class PeerChanges:
     """
 
     def __init__(self, transport: Transport, loop: StepLoop | None, on_step_thread: Callable[[Command], Any]) -> None:
-        """loop: that of the first rank; None on others."""
+        """loop: the first rank's loop; None on other ranks."""
         self._transport = transport
         self._loop = loop
         self._on_step_thread = on_step_thread

@@ -201,8 +201,8 @@ class StepLoop:
         return self.lifts.soon(self._step())
 
     def _step(self) -> float | None:
-        """While tokens of a decode step are to be read, nothing is launched: the device has its
-        next step, and chunks of prompts behind it."""
+        """While tokens of a decode step are to be read, nothing is launched: the device has its next step, and chunks
+        of prompts after it."""
         prefills, decodes = self.prefills, self.decodes
         if decodes.is_reading:
             prefills.poll()

@@ -207,7 +207,7 @@ def generate(
 
     With --json it prints their tokens and timings at the end instead.
     """
-    options = locals()  # those of sampling have its fields' names
+    options = locals()  # sampling options have the names of its fields
     given = {name: options[name] for name in Sampling.__annotations__ if name in options}
     sampling: dict[str, Any] = {
         name: value for name, value in given.items() if value is not None and value is not False

@@ -1,4 +1,4 @@
-"""Whether what other processes leave of a GPU is enough for a worker."""
+"""Checks that other processes leave enough of a GPU for a worker."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which workers, and how many, suit this host's processors and GPUs."""
+"""The workers that suit this host's processors and GPUs, and how many."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""What a record's header says of its worker's configuration, under the rules of a cluster's."""
+"""Checks the worker configuration in a record's header by the rules of a cluster's configuration."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What the cluster says of itself: GetClusterInfo, and half of a scrape."""
+"""The cluster's account of itself: GetClusterInfo, and half of a scrape."""
 
 import asyncio
 import time

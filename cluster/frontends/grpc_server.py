@@ -71,7 +71,7 @@ def bind_port(
     """Returns the port, which opens once the server has started, and its HOST:PORT. Port 0 takes any free one. Raises
     StartFailed if it cannot be had.
 
-    shared: whether other processes of this user open the same port. The kernel gives each connection to one of them.
+    shared: whether other processes of this user open the same port. The kernel gives each connection to one process.
     """
     guarded = GuardedPort(server, turns, max(1, connections_per_frontend() // 2))  # each has two files
     try:

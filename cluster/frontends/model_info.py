@@ -1,4 +1,4 @@
-"""What GetModelInfo says."""
+"""The answer to GetModelInfo."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What a gateway process serves embeddings and scores with."""
+"""Makes the parts with which a gateway process serves embeddings and scores."""
 
 from pathlib import Path
 

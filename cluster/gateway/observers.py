@@ -1,4 +1,4 @@
-"""What a gateway process tells of its requests: metrics, the access log, traces."""
+"""Reports a gateway process's requests: metrics, the access log, traces."""
 
 from collections.abc import Callable
 

@@ -46,7 +46,7 @@ class ServedAdapters:
         """Brings all adapters to workers that have come. When this returns they hold all, or get the rest while they
         serve.
 
-        StartFailed where those of the configuration cannot be served at the cluster's start.
+        Raises StartFailed if the configuration's adapters cannot be served at the cluster's start.
         """
         if not self._brings:
             return

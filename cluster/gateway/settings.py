@@ -1,4 +1,4 @@
-"""What a gateway process is started with, and the addresses that it answers."""
+"""The settings that a gateway process starts with, and the addresses that it answers."""
 
 from dataclasses import dataclass, field
 
@@ -39,7 +39,7 @@ class GatewaySettings:
     started: float = 0.0  # when the first process was, in this host's monotonic seconds; 0: now
     number: int = 0  # of this host's gateway, see GatewayHost
     node: str = HOST  # the address of this host, as other hosts know it
-    adapters: AdapterSet = field(default_factory=AdapterSet)  # those of the start
+    adapters: AdapterSet = field(default_factory=AdapterSet)  # as of the start
     peers: Identity | None = field(default=None, repr=False)  # shown to gateways of other hosts; None: there are none
 
     @property

@@ -1,1 +1,1 @@
-"""Keys of callers: a file of them, what each may do, and how much in a minute."""
+"""Keys of callers: the file that lists them, what each may do, and how much in a minute."""

@@ -1,4 +1,4 @@
-"""The counts of keys in the gateway's table: each process writes a row of its own, and reads all of them.
+"""The counts of keys in the gateway's table: each process writes its own row, and reads all rows.
 
     row     changes   ids, 1 a slot      slot 0: requests of 64 seconds, tokens of 64 seconds, sums     slot 1 …
 
@@ -52,7 +52,7 @@ class Pace(IntEnum):
     """The numbers that other hosts' row has in place of sums: how much this host may spend until it hears of other
     hosts again."""
 
-    SECOND = 0  # in which it last heard of them
+    SECOND = 0  # in which it last heard of other hosts
     MOST_REQUESTS = auto()
     MOST_TOKENS = auto()
     REQUESTS = auto()  # this host's sums then

@@ -1,4 +1,4 @@
-"""The file of callers' keys: YAML, of which JSON is a part. It holds hashes, no keys."""
+"""The file of callers' keys: YAML, which includes JSON. It holds hashes, no keys."""
 
 import os
 import stat

@@ -1,4 +1,4 @@
-"""What the gateways of other hosts have placed on workers, so that hosts do not all choose the same one."""
+"""Learns what other hosts' gateways have placed on workers, so that hosts do not all choose the same worker."""
 
 import asyncio
 

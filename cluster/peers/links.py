@@ -1,4 +1,4 @@
-"""A gateway process's connections to the others, and what it asks of them besides ids."""
+"""A gateway process's connections to the others, and its questions to them other than claims of ids."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

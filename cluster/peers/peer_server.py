@@ -1,4 +1,5 @@
-"""Where a gateway process hears from the others: on a socket of its own, and at its host's address from other hosts."""
+"""The server by which a gateway process hears from the others: on its own socket, and at its host's address from other
+hosts."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ class Abroad:
 
 
 class PeerServer(peer_pb2_grpc.PeerServicer):
-    """Answers claims with what `give` says of them. Runs on the gateway's event loop."""
+    """Answers each claim with the result of `give`. Runs on the gateway's event loop."""
 
     def __init__(self, token: str, give: Give, give_way: GiveWay, find: Find, abroad: Abroad | None = None) -> None:
         """give_way: as AdmissionQueue.give_way. find: the trace of a request that has ended here. abroad: None where no

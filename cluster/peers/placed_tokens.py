@@ -1,4 +1,4 @@
-"""How much a worker has to do: what this gateway process, and all of them on all hosts, have placed on it."""
+"""The load of a worker: the tokens placed on it by this gateway process, and by all gateway processes of all hosts."""
 
 from collections.abc import Iterable
 

@@ -5,9 +5,9 @@
     far                                  tokens placed on each worker by gateways of other hosts, see FarPlacements
     keys 0, 1 …, far                     what callers' keys have used, see cluster/keys/key_cells.py
 
-Each process writes its own row and reads all of them, so no lock is needed. A cell is an aligned int64, which is read
-and written whole. The supervisor makes the file, and clears the row of a process that has ended. The lasting counts
-and those of keys stay: the next process of that row goes on counting, so that no sum of all rows ever goes down.
+Each process writes its own row and reads all rows, so no lock is needed. A cell is an aligned int64, which is read and
+written whole. The supervisor makes the file, and clears the row of a process that has ended. The lasting counts and the
+keys' counts stay: the next process of that row goes on counting, so that no sum of all rows ever goes down.
 """
 
 import fcntl
@@ -30,7 +30,7 @@ WORKERS = 512  # of an island: as many of each role as the configuration has
 CLIENT_CELLS = 1 << 12
 ID_CELLS = 1 << 14
 LASTING_CELLS = 1 << 10  # of a process and those that follow it
-KEY_SLOTS = 1 << 11  # keys of a process: those of the file, and those that were in it a minute ago
+KEY_SLOTS = 1 << 11  # keys of a process: the file's, and keys that were in it a minute ago
 KEY_WIDTH = 144  # cells of a key
 # Of a process and those that follow it. Memory that nobody touches is not taken.
 KEY_CELLS = 8 + KEY_SLOTS * (1 + KEY_WIDTH)

@@ -22,9 +22,9 @@ def largest_body(max_message_mib: int | None, max_model_len: int) -> int:
 
 
 class BodyBudget:
-    """The bytes of both frontends' requests together. One client's host may hold half of them. Owned by the event loop.
+    """The bytes of both frontends' requests together. One client's host may hold half. Owned by the event loop.
 
-    Bodies of up to SMALL_BODY are not counted: gateway.max_calls bounds them, and large ones keep none of them out.
+    Bodies of up to SMALL_BODY are not counted: gateway.max_calls bounds them, and large bodies keep no small one out.
     """
 
     def __init__(self, most: int, largest: int) -> None:

@@ -107,7 +107,7 @@ class _Observers(RequestObserver):
 
 
 def all_of(observers: Sequence[Observe]) -> Observe:
-    """Makes an Observe that watches each request with all of these."""
+    """Makes one Observe of several, each of which watches each request."""
     if len(observers) == 1:
         return observers[0]
 

@@ -1,4 +1,4 @@
-"""Where a call came from, for all that watches its request."""
+"""The origin of a call, for everything that watches its request."""
 
 import re
 import uuid

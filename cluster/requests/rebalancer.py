@@ -21,8 +21,8 @@ class Rebalancer:
         token_seconds: float,
         turn: Callable[[], tuple[int, int]] = lambda: (0, 1),
     ) -> None:
-        """turn: returns this gateway process's number among those of all hosts, and their present count. All see the
-        same loads, so they look in turns, by the time of day."""
+        """turn: returns this gateway process's number among the processes of all hosts, and their present count. All
+        see the same loads, so they look in turns, by the time of day."""
         self._turn = turn
         self._islands = islands
         self._requests = requests

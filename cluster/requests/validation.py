@@ -382,7 +382,8 @@ class RequestValidator:
         return np.concatenate((encoder_ids, padding, decoder_ids)), encoder
 
     def _check_vocabulary(self, field: str, ids: Int64Array, *, of_text: bool = False) -> None:
-        """Checks ids against the vocabulary, also those of a text: a tokenizer may have tokens that the model lacks."""
+        """Checks ids against the vocabulary, also the ids of a text: a tokenizer may have tokens that the model
+        lacks."""
         vocab_size, largest = self._limits.vocab_size, int(ids.max(initial=0))
         if largest < vocab_size:
             return

@@ -112,7 +112,7 @@ def _new_id() -> str:
 class Results:
     """The file of results. This process has it alone, until close() or the end of the process.
 
-    done: ids of rows that stand there. failed: how many of them are errors.
+    done: ids of rows that stand there. failed: how many of these rows are errors.
     """
 
     def __init__(self, path: Path, ids: Set[str]) -> None:

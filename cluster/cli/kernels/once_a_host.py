@@ -42,7 +42,7 @@ def build_beside(config: ClusterConfig, say: Say) -> Future[None]:
     def run() -> None:
         error: BaseException | None = None
         try:
-            with suppress(UsageError):  # GPUs of several kinds, or those of another host
+            with suppress(UsageError):  # GPUs of several kinds, or of another host
                 for reason in build_once_a_host(partial(plan_for, config), say, check, partial(build, NICENESS)):
                     say(f"not built ahead: {reason}")
         except BaseException as raised:

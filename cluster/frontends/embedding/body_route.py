@@ -1,4 +1,4 @@
-"""What these routes have in common: a body that is read, a call that a client may leave, and the answer's frame."""
+"""The common part of these routes: they read a body, make a call that a client may leave, and frame the answer."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Fields that the bodies of these routes have in common."""
+"""The common fields of these routes' bodies."""
 
 from typing import Any, TypeVar
 

@@ -98,7 +98,7 @@ def read_ranking(data: bytes | bytearray, names: tuple[str, ...]) -> tuple[Asked
     body, ignored = read_fields(RerankBody, data, names)
     texts = [(body.query, one) for one in body.texts]
     pairs = _pairs(body, texts, body.instruction)._replace(document_tokens=body.max_tokens_per_doc)
-    top_n = min(body.top_n or len(texts), len(texts))  # vLLM takes 0 for all of them
+    top_n = min(body.top_n or len(texts), len(texts))  # in vLLM 0 means all documents
     return AskedRanking(pairs, top_n, body.return_documents), ignored
 
 

@@ -1,4 +1,4 @@
-"""What connections have received and not parsed."""
+"""The bytes that connections have received and not parsed."""
 
 import asyncio
 from collections import deque

@@ -1,4 +1,4 @@
-"""Which web pages may call the gateway from a browser: cross-origin resource sharing, as the Fetch standard has it."""
+"""Cross-origin resource sharing, as the Fetch standard has it: which web pages may call the gateway from a browser."""
 
 import re
 from collections.abc import Sequence

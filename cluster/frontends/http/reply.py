@@ -53,7 +53,7 @@ class Reply:
         self.headers: dict[str, str] = {}  # of whatever is answered
         self._form = form or ErrorForm()
         self._begun = self._ended = False
-        self._within = False  # an event, of which some is sent
+        self._within = False  # an event that is partly sent
 
     async def whole(self, status: int, value: object, headers: Mapping[str, str] | None = None) -> None:
         """Sends a JSON value, see json_blocks(). Other tasks go on between two blocks of it. TimeoutError when the

@@ -17,7 +17,7 @@ NOT_IN_A_HEADER = re.compile(rb"[\x00\v\f]|\r(?!\n)")  # h11 takes a second to f
 
 
 class StrictHttp(h11.Connection):
-    """Takes no request whose end two readers could see at two places (RFC 9112, 6.1): a proxy may be one of them.
+    """Takes no request whose end two readers could see at two places (RFC 9112, 6.1): a proxy may be one such reader.
 
     A head is fed as a whole, and nothing else with it. So each call of next_event() has a bounded cost.
     """

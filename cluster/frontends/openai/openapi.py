@@ -13,7 +13,7 @@ from tandem.cluster.frontends.http.reply import Receive, Reply, Scope, encode
 from tandem.cluster.frontends.openai.body_object import BodyObject
 
 OPENAPI = "/openapi.json"
-DIALECT = "3.1.0"  # whose schemas are those of pydantic
+DIALECT = "3.1.0"  # the version whose schemas pydantic writes
 SCHEMAS = "#/components/schemas/"
 STREAM = "stream"  # the field of bodies that may be answered by events
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from tandem.cluster.errors import UsageError
 
 PAGE = "docs/coming-from-vllm.md#flags"
-# What to type in their place. docs/coming-from-vllm.md has the same, and more words.
+# The words to type in their place. docs/coming-from-vllm.md has the same list, with more words.
 FLAGS = {
     "--allowed-origins": "--set gateway.cors_origins=…",
     "--api-key": "--set security.api_key=…, or the variable TANDEM_API_KEY",

@@ -29,10 +29,10 @@ MAX_KEY_SIZE = blake2b.MAX_KEY_SIZE
 WORKERS = 512  # of an island: as many of each role as the configuration has
 CLIENT_CELLS = 1 << 12
 ID_CELLS = 1 << 14
-LASTING_CELLS = 1 << 10  # of a process and those that follow it
+LASTING_CELLS = 1 << 10  # of a process and its successors
 KEY_SLOTS = 1 << 11  # keys of a process: the file's, and keys that were in it a minute ago
 KEY_WIDTH = 144  # cells of a key
-# Of a process and those that follow it. Memory that nobody touches is not taken.
+# The keys' cells of a process and its successors. Memory that nobody touches is not taken.
 KEY_CELLS = 8 + KEY_SLOTS * (1 + KEY_WIDTH)
 
 KEY_TABLE = 1  # the cell of the last of these rows that has the table's own random number

@@ -210,7 +210,7 @@ class ActiveRequests:
             return peer_pb2.CLAIM_OUTCOME_FREE
         later = call.claim.is_after(claim)
         if not claim.resumes:
-            # Of two calls that begin at once the earlier one goes on: both sides decide alike.
+            # If two calls begin at once, the earlier one goes on: both sides decide alike.
             mine = call.settled or not later
             return peer_pb2.CLAIM_OUTCOME_IN_USE if mine else peer_pb2.CLAIM_OUTCOME_FREE
         if later and call.claim.resumes:

@@ -73,7 +73,7 @@ class StrictHttp(h11.Connection):
         """Returns how many of the next bytes are surely the body's content. 0 if framing comes next."""
         if self.their_state is not h11.SEND_BODY:
             return 0
-        # What h11's readers of bodies count. Where one does not say, bodies come in small pieces.
+        # h11's readers of bodies count these bytes. If a reader does not tell, bodies come in small pieces.
         return getattr(self._reader, "_remaining", 0) or getattr(self._reader, "_bytes_in_chunk", 0)
 
     @property

@@ -12,7 +12,7 @@ from tandem.proto import inference_pb2
 
 MAX_LISTED = 1024  # of a sampling parameter; the request validator has limits of its own
 
-# Of lists only the first fault is found, or a body of a few megabytes would make gigabytes of findings.
+# Only the first fault of a list is found, or a body of a few megabytes would make gigabytes of findings.
 StopTexts = TypeAliasType("StopTexts", Annotated[list[str], FailFast(), Field(max_length=MAX_LISTED)])
 StopIds = TypeAliasType("StopIds", Annotated[list[int], FailFast(), Field(max_length=MAX_LISTED)])
 

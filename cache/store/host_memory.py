@@ -72,7 +72,7 @@ class HostMemory:
     """
 
     def __init__(self, num_slots: Sequence[int], slot_bytes: Sequence[int], device: torch.device) -> None:
-        """device: of the pools. MemoryError if the host has less memory."""
+        """device: of the pools. Raises MemoryError if the host has less memory."""
         sizes = [-(-count * size // OS_PAGE) * OS_PAGE for count, size in zip(num_slots, slot_bytes, strict=True)]
         begins = np.cumsum([0, *sizes]).tolist()
         self.memory = _map(max(begins[-1], 1))
@@ -97,7 +97,7 @@ class HostMemory:
             thread.start()
 
     def await_slot(self, shelf: int, slot: int) -> None:
-        """Waits until copies may use a slot. MemoryError if the host could not pin it."""
+        """Waits until copies may use a slot. Raises MemoryError if the host could not pin it."""
         pinning = self._pinning
         if slot < pinning.slots[shelf]:
             return

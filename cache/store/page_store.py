@@ -136,7 +136,7 @@ class PageStore(Protocol):
 
     @property
     def disk_counts(self) -> DiskCounts | None:
-        """None without a disk."""
+        """The disk's counts; None without a disk."""
         ...
 
     def close(self) -> None:

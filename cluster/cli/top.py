@@ -243,6 +243,6 @@ def _scrape(client: Client) -> Samples:
 
 
 def _milliseconds(seconds: list[float]) -> str:
-    """At FRACTIONS."""
+    """Returns the times at FRACTIONS, in milliseconds."""
     values = "/".join(f"{1000 * one:.0f}" for one in seconds)
     return f"{values} ms (p50/p90/p99)" if seconds else "–"

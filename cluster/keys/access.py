@@ -44,7 +44,7 @@ class Access:
     def admit(self, prompt: int, output: int) -> Charge | None:
         """Counts a request: its prompt's tokens, and the most that its output may have. None where nothing counts.
 
-        RateLimited where it goes over a limit, InvalidRequest where it always would.
+        Raises RateLimited if it goes over a limit, InvalidRequest if it always would.
         """
         return None
 

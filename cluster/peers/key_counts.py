@@ -25,7 +25,7 @@ class KeyCounts:
 
     @classmethod
     def from_proto(cls, message: peer_pb2.GetKeyCountsResponse, units: int, seconds: int) -> "KeyCounts":
-        """ValueError for a message that is none."""
+        """Reads a message. Raises ValueError for a message whose counts do not fit together."""
         ids = np.array(message.ids, np.uint64).astype(np.int64)
         cells, counts = np.frombuffer(message.cells, "<u4"), np.frombuffer(message.counts, "<i8")
         windows = np.zeros((len(ids), units, seconds), np.int64)

@@ -18,7 +18,7 @@ FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # tho
 def default_sampling(folder: Path, source: Literal["auto", "none"]) -> Mapping[str, float]:
     """Returns the parameters of generation_config.json, by their names; none without such a file or with source "none".
 
-    Its do_sample changes nothing, as in vLLM. InvalidConfig for a value that no request may have.
+    Its do_sample changes nothing, as in vLLM. Raises InvalidConfig for a value that no request may have.
     """
     path = folder / FILE
     if source == "none" or not is_there(path):

@@ -42,8 +42,8 @@ class Parent(Protocol):
 
 
 def take_tokens(fork: inference_pb2.Fork, parent: Parent | None) -> tuple[Int64Array, ForkedFrom]:
-    """Returns the prompt of a fork, int64 [n]. parent: None if the caller has no such request here. InvalidRequest for
-    a request that cannot be forked."""
+    """Returns the prompt of a fork, int64 [n]. parent: None if the caller has no such request here. Raises
+    InvalidRequest for a request that cannot be forked."""
     if parent is None:
         raise InvalidRequest(
             f"fork.request_id is {fork.request_id!r} and fork.index {fork.index}; no such answer of a caller with the "

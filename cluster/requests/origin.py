@@ -36,7 +36,8 @@ def own_id(given: str) -> str:
 
 
 def check_given_id(values: list[str]) -> str:
-    """The header's value, empty without the header. InvalidRequest when it is given twice or is invalid."""
+    """Returns the header's value, empty without the header. Raises InvalidRequest if it is given twice or is
+    invalid."""
     if not values:
         return ""
     if len(values) > 1 or not GIVEN.fullmatch(values[0]):

@@ -178,7 +178,7 @@ class RequestValidator:
         )
 
     def check_priority(self, field: str, priority: int) -> None:
-        """InvalidRequest for one that this task's caller may not ask for."""
+        """Raises InvalidRequest for a priority that this task's caller may not ask for."""
         access = current_origin.get().access
         first, last = access.priorities(*self._limits.priorities)
         if not first <= priority <= last:
@@ -258,7 +258,7 @@ class RequestValidator:
         return ValidRequest(request_id, prompt, params, received, resumes, tells, name)
 
     def _adapter(self, message: inference_pb2.GenerateRequest) -> Adapter | None:
-        """Returns the adapter. UnknownModel for a model that is not served, or not to this task's caller."""
+        """Returns the adapter. Raises UnknownModel for a model that is not served, or not to this task's caller."""
         return self.adapter(message.model)
 
     def adapter(self, model: str) -> Adapter | None:

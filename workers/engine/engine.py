@@ -288,7 +288,7 @@ class Engine(StoreCalls, AdapterActions):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What the engine can do. It changes when something is captured."""
+        """The abilities of the engine. They change when something is captured."""
         runner, following = self._runner, self._runner.next_drafts
         most, looks_up = (0, False) if following is None else (following.num_sequences, following.looks_up)
         return Capabilities(runner.overlaps, runner.drafts is not None, most, looks_up, self._sizes)

@@ -150,7 +150,7 @@ class Reservations:
     def start(self, request_id: str, reservation_id: int, max_tokens: int, num_output: int = 0) -> DecodeRequest:
         """Returns the request, whose lease ends here. From now on it lives as long as its stream.
 
-        InvalidCall when it has a stream already, or wants more tokens than pages were reserved for. Also when its
+        Raises InvalidCall if it has a stream already, or wants more tokens than pages were reserved for. Also when its
         prompt has no tokens before the num_output ones that an earlier placement has put out.
         """
         request = self._requests.get(request_id)

@@ -49,7 +49,7 @@ class StepThread:
         return future
 
     def stop(self, timeout: float = 30.0) -> None:
-        """Ends the thread after the step in progress; idempotent. TimeoutError when that takes longer."""
+        """Ends the thread after the step in progress; idempotent. Raises TimeoutError if that takes longer."""
         self._stopping = True
         self._inbox.put(None)
         if self._thread.ident is not None:

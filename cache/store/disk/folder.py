@@ -29,7 +29,7 @@ class PageFolder:
     """A folder that is this process's until close(), or until its end."""
 
     def __init__(self, path: Path, num_bytes: int, seconds: float = OWNER_SECONDS) -> None:
-        """Makes the folder. num_bytes: of files that will be there. InvalidArgument where it cannot be written, where
+        """Makes the folder. num_bytes: of files that will be there. Raises InvalidArgument if it cannot be written, if
         another process has it for longer than so many seconds, or where its disk has less room."""
         self.path, self._lock = path, -1
         try:

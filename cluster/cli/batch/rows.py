@@ -116,8 +116,8 @@ class Results:
     """
 
     def __init__(self, path: Path, ids: Set[str]) -> None:
-        """ids: of the file of requests. Cuts off a line that a kill has left without its end. UsageError for a file of
-        anything else, TandemError for one that another process has, or that cannot be written."""
+        """ids: of the file of requests. Cuts off a line that a kill has left without its end. Raises UsageError for a
+        file of anything else, TandemError for one that another process has, or that cannot be written."""
         self._path = path
         self._lock = threading.Lock()
         self.done = set[str]()

@@ -15,7 +15,8 @@ GIB = 1 << 30
 
 
 def prebuild(config: ClusterConfig, output: Path | None, gpu: str | None, *, dry_run: bool) -> None:
-    """Prints a line for each build, and the folder that they are in. BuildFailed when one fails or cannot be tried."""
+    """Prints a line for each build, and the folder that they are in. Raises BuildFailed if one fails or cannot be
+    tried."""
     check_model(config)
     if output is not None:
         os.environ[KERNEL_CACHE] = str(output.expanduser().resolve())

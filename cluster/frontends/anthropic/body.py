@@ -50,7 +50,7 @@ class MessagesChoice(BodyObject):
 
 
 class Thinking(BodyObject):
-    """It changes nothing: the chat template says how the model thinks."""
+    """The settings of the model's thinking. They change nothing: the chat template says how the model thinks."""
 
     refused = frozenset()
 

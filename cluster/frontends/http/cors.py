@@ -37,7 +37,7 @@ class Cors:
         return bool(self._origins and asks and header(scope, "origin"))
 
     async def answer(self, scope: Scope, reply: Reply) -> None:
-        """Answers is_question(). HttpError for a page of another origin."""
+        """Answers is_question(). Raises HttpError for a page of another origin."""
         if self._allowed(scope) is None:
             raise HttpError(403, f"origin is {header(scope, 'origin')[0]!r:.80}; gateway.cors_origins has other ones")
         wanted = ", ".join(header(scope, "access-control-request-headers"))

@@ -56,7 +56,7 @@ class Reply:
         self._within = False  # an event that is partly sent
 
     async def whole(self, status: int, value: object, headers: Mapping[str, str] | None = None) -> None:
-        """Sends a JSON value, see json_blocks(). Other tasks go on between two blocks of it. TimeoutError when the
+        """Sends a JSON value, see json_blocks(). Other tasks go on between two blocks of it. Raises TimeoutError if the
         client does not read LEAST_BYTES_A_SECOND."""
         blocks: list[bytes] = []
         for block in json_blocks(value):

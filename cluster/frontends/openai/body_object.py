@@ -19,7 +19,7 @@ class BodyObject(BaseModel):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """It allows unknown fields where they are not all refused."""
+        """Allows unknown fields in the schema, unless all are refused."""
         made = handler(schema)
         if cls.refused is not None:
             handler.resolve_ref_schema(made).pop("additionalProperties", None)

@@ -38,7 +38,8 @@ class ChatAnswers:
     async def reading(
         self, body: ChatBody, requests: list[inference_pb2.GenerateRequest]
     ) -> Callable[[], OutputParser | None]:
-        """Makes the parser of each of a chat's answers. HttpError where the checkpoint's tool calls are not known."""
+        """Makes the parser of each of a chat's answers. Raises HttpError if the checkpoint's tool calls are not
+        known."""
         calls, formats = body.calls, self._formats
         if calls is not None and not calls.forced and not formats.takes_tools:
             raise HttpError(

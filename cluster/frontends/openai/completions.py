@@ -57,7 +57,7 @@ class CompletionBody(GenerationBody):
     @model_validator(mode="before")
     @classmethod
     def _encoder_prompt(cls, body: Any) -> Any:
-        """It stands in the place of `prompt`."""
+        """Takes encoder_prompt in place of `prompt`."""
         if not isinstance(body, dict) or body.get("encoder_prompt") is None:
             return body
         if body.get("prompt") is not None:

@@ -66,7 +66,8 @@ class Readers:
     async def run(self, client: str, function: Callable[..., T], *arguments: object) -> T:
         """Runs a module's function in the process; returns or raises as it does. All values travel between processes.
 
-        Waits for its turn: clients take turns. InvalidRequest after READ_SECONDS. ServerError when the process ends.
+        Waits for its turn: clients take turns. Raises InvalidRequest after READ_SECONDS, and ServerError if the process
+        ends.
         """
         return await self._read(client, "run", function, *arguments)
 

@@ -394,7 +394,8 @@ def test_a_disk_has_room_for_the_prefixes_of_all_workers(
         "3000"
     )
     check_host(config_of(model, **keys), own_ray=False)
-    check_host(config_of(model, **keys | {"cache.disk_bytes": 3000}), own_ray=True)
+    keys["cache.disk_bytes"] = 3000
+    check_host(config_of(model, **keys), own_ray=True)
 
 
 def test_a_folder_for_records_has_room_for_one_of_each_worker(

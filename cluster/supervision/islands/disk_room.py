@@ -16,7 +16,7 @@ def check_disk_bytes(config: ClusterConfig) -> None:
     folder = Path(cache.disk_path)
     try:
         there = next(one for one in (folder, *folder.parents) if one.is_dir())
-        room = shutil.disk_usage(there).free + sum(file.stat().st_size for file in folder.rglob("*.pages"))
+        room = shutil.disk_usage(there).free + sum(map(_size, folder.rglob("*.pages")))
     except OSError as error:
         raise ConfigError(
             f"cache.disk_path is {cache.disk_path}; it cannot be read ({error.strerror}): give a folder that can be"
@@ -27,3 +27,11 @@ def check_disk_bytes(config: ClusterConfig) -> None:
             f"cache.disk_bytes is {cache.disk_bytes} for each of {workers} workers; the disk of {there} has room for "
             f"{room}: set at most {most}"
         )
+
+
+def _size(file: Path) -> int:
+    """Returns a file's bytes; 0 if it is gone by now: workers of a running cluster may remove it."""
+    try:
+        return file.stat().st_size
+    except FileNotFoundError:
+        return 0

@@ -382,11 +382,12 @@ def test_a_folder_for_prefixes_is_one(model: Path, monkeypatch: pytest.MonkeyPat
 def test_a_disk_has_room_for_the_prefixes_of_all_workers(
     model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What earlier workers have left there counts as room."""
+    """What earlier workers have left there counts as room. A file that is listed may be gone a moment later."""
     monkeypatch.setattr(preflight.os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5000))
     (tmp_path / "pages").mkdir()
     (tmp_path / "pages" / "left.pages").write_bytes(bytes(1001))
+    (tmp_path / "pages" / "gone.pages").symlink_to("nowhere")
     keys: dict[str, Any] = {"cache.host_bytes": 1 << 20, "cache.disk_bytes": 3001}
     keys["cache.disk_path"] = str(tmp_path / "pages")
     assert refused(config_of(model, **keys)) == (

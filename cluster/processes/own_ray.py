@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from threading import current_thread, main_thread
 from types import FrameType
@@ -56,7 +56,7 @@ def use_loopback(only: bool) -> None:
 
 
 @contextmanager
-def deferred_signals() -> Iterator[list[int]]:
+def deferred_signals(*, joins: bool = False) -> Iterator[list[int]]:
     """Defers signals while a Ray is started or joined. They are delivered afterwards, to the earlier handlers; the list
     has the signals that have come. This matters in the main thread only: others get no signals.
 
@@ -64,7 +64,8 @@ def deferred_signals() -> Iterator[list[int]]:
     the lock again, and the process hangs. Ray's own handler of SIGTERM raises, so it is not set.
 
     A signal to the whole process group ends Ray's processes, too. Ray's C++ code would then wait for its GCS for 60 s,
-    and end this process with lines of its own. leave_without_gcs() ends the process earlier.
+    and end this process with lines of its own. leave_without_gcs() ends the process earlier. joins: a Ray that others
+    have started is joined, whose GCS is none of this process's: the start always goes on to its end.
     """
     came: list[int] = []
     if current_thread() is not main_thread():
@@ -78,20 +79,29 @@ def deferred_signals() -> Iterator[list[int]]:
     set_handler = utils.set_sigterm_handler
     before = {number: signal.signal(number, note) for number in SIGNALS}
     utils.set_sigterm_handler = lambda handler: None
-    read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    os.set_blocking(read, True)
-    woken = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    threading.Thread(target=leave_without_gcs, args=(read,), name="signals", daemon=True).start()
     try:
-        yield came
+        with nullcontext() if joins else _gcs_is_watched():
+            yield came
     finally:
-        signal.set_wakeup_fd(woken)
-        os.close(write)  # which ends the thread
         utils.set_sigterm_handler = set_handler
         for number, handler in before.items():
             signal.signal(number, handler or signal.SIG_DFL)  # None: Python did not set it
         for number in came[:1]:
             signal.raise_signal(number)
+
+
+@contextmanager
+def _gcs_is_watched() -> Iterator[None]:
+    """Runs leave_without_gcs() in a thread within the block."""
+    read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    os.set_blocking(read, True)
+    woken = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    threading.Thread(target=leave_without_gcs, args=(read,), name="signals", daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(woken)
+        os.close(write)  # which ends the thread
 
 
 def leave_without_gcs(signals: int) -> None:

@@ -201,7 +201,7 @@ class RayProcesses(Processes):
 
     def _connect(self, num_cpus: int | None) -> None:
         options: dict[str, Any] = {"namespace": NAMESPACE, "log_to_driver": False, "logging_level": "ERROR"}
-        with deferred_signals() as came:
+        with deferred_signals(joins=self._address is not None) as came:
             if self._address is None:
                 self._own = OwnRay(num_cpus, options, came)
             else:

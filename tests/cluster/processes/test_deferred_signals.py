@@ -5,6 +5,8 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -12,6 +14,7 @@ import pytest
 import ray
 import ray._private.utils
 
+from tandem.cluster.processes import own_ray
 from tandem.cluster.processes.ray_processes import RayProcesses
 
 
@@ -47,6 +50,22 @@ def test_they_are_handled_once_it_has_started_or_failed(
     finally:
         signal.signal(number, before)
     assert log == ["init", "still here", *([] if starts else ["shutdown"]), number]
+
+
+@pytest.mark.parametrize("address", [None, "auto"])
+def test_only_a_start_of_a_ray_of_its_own_may_be_left(address: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GCS of a Ray that is joined is no child of this process, so it would seem to be gone."""
+    watched: list[bool] = []
+
+    @contextmanager
+    def watch() -> Iterator[None]:
+        watched.append(True)
+        yield
+
+    monkeypatch.setattr(own_ray, "_gcs_is_watched", watch)
+    monkeypatch.setattr(ray, "init", lambda **_: None)
+    RayProcesses(address)._connect(2)
+    assert watched == [True] * (address is None)
 
 
 WAITS = """

@@ -277,8 +277,8 @@ class Worker:
             self._grammars.close()
             self._grammars = None
         self._loop = None
-        if self._cache is not None and self._cache.page_store is not None:
-            self._cache.page_store.close()
+        if self._cache is not None:
+            self._cache.close()
         self._cache = None  # with what was captured over its pools, before their memory ends
         if self._opened is not None:
             self._opened.close()

@@ -1,4 +1,4 @@
-"""The face of a cache towards a disk below its store, and the counts of both."""
+"""The face of a cache towards a disk below its store, the end of both, and their counts."""
 
 from collections.abc import Sequence
 
@@ -40,6 +40,13 @@ class StoredCalls(Parts):
     def tend(self) -> None:
         """See PageStore.tend."""
         self._pools.prefixes.tend()
+
+    def close(self) -> None:
+        """Waits for copies between the pools and the stores, whose memory may end afterwards, and gives up the disk.
+        Idempotent."""
+        self._pools.copies.finish()
+        if self._pools.prefixes.store is not None:
+            self._pools.prefixes.store.close()
 
 
 def with_store(counts: PageCounts, pools: PagePools) -> PageCounts:

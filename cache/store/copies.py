@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -168,6 +169,12 @@ class PageCopies:
         """Returns once no copy reads or writes these slots of memory 0, int32 [n]."""
         for copy in self._of(self._slots[0][group], slots) if self._under_way else ():
             copy.finish()
+
+    def finish(self) -> None:
+        """Returns once no copy is under way, so that pools and memory may end."""
+        for queued in list(self._under_way.values()):
+            with suppress(RuntimeError):  # the device has failed, and nothing runs on it any more
+                queued.copy.finish()
 
     def is_past(self, number: int) -> bool:
         """Returns whether the copy with this number is done."""

@@ -68,6 +68,20 @@ def test_a_second_store_has_the_copies_of_the_first() -> None:
         cache.keep_parked(ParkedStore(pools, [4, 4]))
 
 
+def test_a_cache_ends_after_its_copies() -> None:
+    """Its pools and the memory of its stores end next, and lanes on a GPU would go on copying."""
+    pools = pools_of(PLAIN, 4)
+    cache = cache_of(SETTINGS["two groups"], pools, PeerWriter(0, [pools]), 2)
+    host = HostStore(pools, [4, 4], make_lanes=LateLanes)
+    parked = ParkedStore(pools, [4, 4], host.copies)
+    cache.keep_evicted(host)
+    cache.keep_parked(parked)
+    parked.put(1, [*ids(0), *ids(1)])
+    assert cache.bytes_in_copies
+    cache.close()
+    assert not cache.bytes_in_copies
+
+
 def test_a_store_owns_its_memory() -> None:
     """Lanes on a GPU keep addresses, so nothing else holds the memory that they copy to."""
     held: list[weakref.ref[Tensor]] = []

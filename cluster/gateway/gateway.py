@@ -134,9 +134,8 @@ class Gateway:
         settings, section = self._settings, self._settings.config.gateway
         bound = settings.token_seconds
         policy = POLICIES[section.routing_policy] if bound is None else adaptive(bound, colocated=self._colocated)
-        self._islands = Islands(
-            max_message_bytes(self._model.limits.max_model_len), policy, settings.config.cache.page_size, self._table
-        )
+        most, page_size = max_message_bytes(self._model.limits.max_model_len), settings.config.cache.page_size
+        self._islands = Islands(most, policy, page_size, self._table, any_decodes=bound is not None)
         self._links = PeerLinks(self._table, settings.peer_token, settings.peers, settings.number)
         self._account = ClusterAccount(
             settings.config, self._islands, self._table, self._started, settings.node, self._links.gateways, self._names

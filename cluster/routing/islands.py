@@ -72,13 +72,20 @@ class Islands:
     """All islands by name, as their supervisors describe them. Owned by the gateway's event loop."""
 
     def __init__(
-        self, max_message_bytes: int, policy: Policy, page_size: int, table: GatewayTable | None = None
+        self,
+        max_message_bytes: int,
+        policy: Policy,
+        page_size: int,
+        table: GatewayTable | None = None,
+        *,
+        any_decodes: bool = False,
     ) -> None:
-        """table: of the gateway's processes; None if there is one process."""
+        """table: of the gateway's processes; None if there is one process. any_decodes: whether the policy lets workers
+        of both roles decode."""
         self._table = table or GatewayTable.alone()
         self._page_size = page_size
         self._max_message_bytes = max_message_bytes
-        self._policy = policy
+        self._policy, self._any_decodes = policy, any_decodes
         self._prefixes: HeldPrefixes[Key] = HeldPrefixes()
         self._pushes = PushTimes()
         self._turn = 0
@@ -129,7 +136,7 @@ class Islands:
     @property
     def has_one_decoder(self) -> bool:
         """True if a single worker decodes all requests."""
-        return sum(link.role is Role.DECODE for link in self.links().values()) == 1
+        return sum(self._any_decodes or link.role is Role.DECODE for link in self.links().values()) == 1
 
     def holds(self, adapter: bytes) -> bool:
         """Returns whether any worker that takes requests holds an adapter."""

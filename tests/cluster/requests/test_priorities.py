@@ -171,3 +171,12 @@ def test_a_single_worker_makes_room_at_once(model: Path, parked_bytes: int | Non
     with open_gateway(model, {"cache.parked_bytes": parked_bytes}, fails=full) as gateway:
         assert tokens_of(complete(gateway.grpc, PROMPT, max_tokens=len(TOKENS))) == TOKENS
         assert gateway.worker.parks == [parked_bytes is not None] * 2
+
+
+def test_where_both_roles_decode_another_worker_may_have_room(model: Path) -> None:
+    """One prefill and one decode worker, each of which may decode: nobody is parked before both are asked."""
+    full = {"PrepareReceive": ["RESOURCE_EXHAUSTED"]}
+    options = {"cache.parked_bytes": 1 << 20, "scheduler.roles": "adaptive"}
+    with open_gateway(model, options, fails=full) as gateway:
+        complete(gateway.grpc, PROMPT, max_tokens=len(TOKENS))
+        assert gateway.worker.parks == [False, False]

@@ -47,6 +47,11 @@ class _Wanted:
         return bool(self.lacking) and all(self.lacking.values())
 
     @property
+    def lets_pass(self) -> bool:
+        """Whether it lacks nothing that a request without its adapter needs: only a slot, or a worker that holds it."""
+        return bool(self.prompt.adapter) and all(self.lacking.values())
+
+    @property
     def total_tokens(self) -> int:
         """The number of tokens that a decode worker keeps."""
         prompt, total = len(self.prompt), len(self.prompt) + self.max_tokens
@@ -221,7 +226,7 @@ class Router:
                 placement = await self._try(wanted, first=near, parks=True)
             if placement is not None:
                 return placement
-            if wanted.lacks_slot and self._queue.let_pass():
+            if wanted.lets_pass and self._queue.let_pass():
                 continue
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._given_back.wait(), RETRY_SECONDS)

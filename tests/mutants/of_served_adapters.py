@@ -8,13 +8,21 @@ SERVED_ADAPTERS = (
     Mutant(
         name="queue-behind-a-slot",
         file="cluster/routing/router.py",
-        find="            if wanted.lacks_slot and self._queue.let_pass():\n",
+        find="            if wanted.lets_pass and self._queue.let_pass():\n",
         replace="            if False:\n",
         reason="Requests that need no slot do not wait in the queue for one that does.",
         tests=(
             f"{ROUTING}::test_others_pass_a_request_that_waits_for_a_slot",
             "tests/e2e/test_adapters.py::test_others_pass_a_request_that_waits_for_a_slot",
         ),
+    ),
+    Mutant(
+        name="queue-behind-an-adapter-that-nobody-holds",
+        file="cluster/routing/router.py",
+        find="        return bool(self.prompt.adapter) and all(self.lacking.values())\n",
+        replace="        return self.lacks_slot\n",
+        reason="An adapter whose folder is gone makes its own requests wait, and no others.",
+        tests=(f"{ROUTING}::test_others_pass_a_request_whose_adapter_no_worker_holds",),
     ),
     Mutant(
         name="prefixes-of-any-adapter",

@@ -181,6 +181,25 @@ def test_others_pass_a_request_that_waits_for_a_slot() -> None:
     with_scene(body)
 
 
+def test_others_pass_a_request_whose_adapter_no_worker_holds() -> None:
+    """Its workers have come anew and read it, or find its folder changed."""
+
+    async def body(scene: Scene) -> None:
+        scene.names.update(named(red=RED, blue=BLUE))
+        scene.hold(BLUE)
+        red = asyncio.ensure_future(scene.place(RED))
+        while not scene.router.queued:
+            await asyncio.sleep(0.001)
+        for adapter in (b"", BLUE):
+            placement = await asyncio.wait_for(scene.place(adapter), 0.5)
+            await scene.router.give_back(placement, complete=True)
+        assert not red.done()
+        scene.hold(RED, BLUE)
+        await red
+
+    with_scene(body)
+
+
 def test_nobody_passes_one_that_waits_for_pages_of_another_worker() -> None:
     """A slot is lacking at one worker, pages at the other: what becomes free there is for the first that waits."""
 

@@ -71,8 +71,8 @@ class AdmissionQueue:
     has had fewer turns. A request that waits rises by one priority each priority_seconds, so that it does not wait for
     ever.
 
-    A request with an adapter may lack a slot for it, which others do not need. Requests that name one adapter are a
-    *group*. While its first request lets others pass, the group is aside, for a moment.
+    A request with an adapter may lack a slot for it, or a worker that holds it. Others need neither. Requests that name
+    one adapter are a *group*. While its first request lets others pass, the group is aside, for a moment.
 
     A request gets a turn number: one more than the last turn that found room, and one more for each waiting request of
     its client, in whichever process. So a client has one turn a round, however many requests and processes it has.
@@ -168,7 +168,7 @@ class AdmissionQueue:
             now = time.monotonic_ns()
             if other is not None and self._goes_before(other, turn, now):
                 self._push(turn)
-                self._pass_on()
+                self._begin_next()
                 await self._given(turn)
             elif not self._is_behind():
                 return
@@ -302,10 +302,14 @@ class AdmissionQueue:
         heapq.heappush(heap, turn)
 
     def _pass_on(self) -> None:
-        """Gives the turn to the first request that still waits."""
+        """Ends a turn. One that is handed over goes on later, so it does not count here."""
         now = time.monotonic()
         self._turn_seconds += SMOOTHING * (now - self._passed_on - self._turn_seconds)
         self._passed_on = now
+        self._begin_next()
+
+    def _begin_next(self) -> None:
+        """Gives the turn to the first request that still waits."""
         turn = self._next()
         if turn is not None:
             heapq.heappop(self._waiting[turn.priority, turn.group])

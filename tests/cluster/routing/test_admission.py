@@ -503,6 +503,25 @@ def test_one_of_a_lower_priority_goes_first_within_its_group_and_before_others()
     asyncio.run(run())
 
 
+def test_turns_that_are_handed_over_do_not_shorten_what_a_full_queue_says() -> None:
+    """retry_after_seconds follows from turns that ended, here none: the first guess is 1 s a turn."""
+
+    async def run() -> None:
+        slots = Slots(tables(1), set("abcdefgh"))
+        queue = slots.queues[0]
+        queue._max_requests = 8
+        tasks = [asyncio.ensure_future(slots.ask(f"{group}01")) for group in "abcdefgh"]
+        await asyncio.sleep(0.5)
+        assert sum(slots.looks.values()) > 16
+        with pytest.raises(Overloaded) as caught:
+            await slots.ask("h02")
+        assert caught.value.retry_after_seconds == 4
+        slots.lacking.clear()
+        await asyncio.wait_for(asyncio.gather(*tasks), 2)
+
+    asyncio.run(run())
+
+
 def test_one_of_a_group_that_is_aside_is_cancelled() -> None:
     async def run() -> None:
         slots = Slots(tables(1), {"a"})

@@ -136,6 +136,11 @@ class PeerLinks:
                     return None
             except grpc.aio.UsageError:
                 continue  # its channel is being closed
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if task is None or task.cancelling():
+                    raise
+                # Nobody cancelled this task: stub() has closed the channel of a process that is gone.
         return None
 
     def turn(self, process: int, processes: int) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import mmap
+import socket
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -215,6 +216,28 @@ def test_the_first_process_that_is_there_asks() -> None:
             assert time.monotonic() < limit
             await asyncio.sleep(0.05)
         asking.cancel()
+
+    run(test, Host(1), Host(2))
+
+
+def test_a_connection_that_is_closed_meanwhile_does_not_end_the_asking() -> None:
+    """A question for a new process closes the channels of those that are gone, whose answers may still be awaited."""
+
+    async def test(here: Host, there: Host) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            lost = f"127.0.0.1:{silent.getsockname()[1]}"
+            here.links.update_hosts(GatewayHosts(2, (GatewayHost(3, "lost", (lost,)),)))
+            asking = asyncio.create_task(here.far.run())
+            await asyncio.sleep(0.1)
+            here.links.update_hosts(GatewayHosts(3, (GatewayHost(2, "there", (there.server.address,)),)))
+            here.links.stub(there.server.address)
+            there.meters[0].count(KEY, 100)
+            limit = time.monotonic() + 10
+            while here.left() != [199, 9900]:
+                assert not asking.done()
+                assert time.monotonic() < limit
+                await asyncio.sleep(0.05)
+            asking.cancel()
 
     run(test, Host(1), Host(2))
 

@@ -42,7 +42,8 @@ class Meter:
         others first; then it counts nothing."""
         self._check(key, (1, tokens), own=False)
         if _limits(key) != (None, None) and self._cells.is_paced(self._slot.id, (1, tokens), int(self._clock())):
-            raise Paced(f"the key {key.name!r} has used much of its limits on this host; try again in 1 s", 1.0)
+            said = f"the key {key.name!r} has used much of its limits on this host; try again in 1 s"
+            raise Paced(said, 1.0, self.states(key))
         charge = Charge(self, int(self._clock()), tokens)
         try:
             self._check(key, (1, tokens), own=True)

@@ -202,6 +202,19 @@ def test_a_host_that_does_not_answer_holds_others_up_for_a_second() -> None:
     run(test, Host(1), Host(2))
 
 
+def test_a_refusal_before_others_are_heard_says_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem.cluster.requests.charging.charges.PACED_LOOKS", 1)
+
+    async def test(here: Host, there: Host) -> None:
+        await here.far.look()
+        here.meters[0].count(KEY, 10)
+        with pytest.raises(RateLimited) as refused:
+            await admitted(KeyAccess(KEY, here.meters[1]), 9000, 0)
+        assert [one.remaining for one in refused.value.states] == [199, 9990]
+
+    run(test, Host(1), Host(2))
+
+
 def test_the_first_process_that_is_there_asks() -> None:
     async def test(here: Host, there: Host) -> None:
         second = FarCounts(here.tables[1], here.links, lambda: here.keys)

@@ -105,7 +105,7 @@ class Batch:
                 if self._is_about_it(answer, began, tries, connection):
                     return result(row, answer.status, answer.request_id, answer.value)
                 wanted = min(answer.retry_seconds or 0.0, LONGEST_WAIT)
-            self._stop.wait(max(wanted, pause) * random.uniform(0.75, 1.25))
+            self._stop.wait(max(wanted * random.uniform(1.0, 1.25), pause * random.uniform(0.75, 1.25)))
             pause = min(2 * pause, LONGEST_PAUSE)
         return None
 

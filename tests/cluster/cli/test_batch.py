@@ -12,12 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tandem.cluster.cli import commands as cli
 from tandem.cluster.cli.batch import command, run
+from tandem.cluster.cli.batch.calls import Answer
+from tandem.cluster.cli.batch.rows import Row
+from tandem.cluster.cli.batch.run import Batch, Limits
 from tests.cluster.open_gateway import OpenGateway, open_gateway
 from tests.cluster.scripted_model import make_scripted
 from tests.support.http_client import CHATS, COMPLETIONS, get
@@ -142,6 +146,19 @@ def test_rows_go_behind_live_traffic(gateway: OpenGateway, batch: Callable[..., 
     gateway.worker.priorities.clear()
     assert batch(gateway.http, "--priority", "7")[0] == 0
     assert gateway.worker.priorities == [7]
+
+
+def test_a_limit_is_waited_for_as_long_as_the_gateway_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier try would be refused again."""
+    answers, waits = [Answer(429, b"{}", "", 60.0), Answer(200, b"{}", "r", None)], list[float]()
+    monkeypatch.setattr(run.random, "uniform", lambda low, high: low)
+    unused: Any = None
+    running = Batch(unused, Limits(1, 1.0, 1.0), iter(()), unused)
+    running._stop = SimpleNamespace(is_set=lambda: False, wait=waits.append)  # type: ignore[assignment]
+    connection: Any = SimpleNamespace(call=lambda *_: answers.pop(0))
+    line = running._line(connection, Row(1, "a", COMPLETIONS, {}))
+    assert line is not None
+    assert (line["response"]["status_code"], waits) == (200, [60.0])
 
 
 def test_rows_for_embeddings_go_behind_live_traffic(

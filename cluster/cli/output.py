@@ -104,6 +104,8 @@ def print_cluster(info: inference_pb2.ClusterInfo, as_json: bool) -> None:
         f"{info.active} active  {info.queued} queued  gateway restarts {info.gateway_restarts}"
         + (f"  http {info.http_address}" if info.http_address else "")
     )
+    if not info.gateways:
+        console.print("islands and workers are for operators; use the operator's token to see them")
     if info.starts_nothing:
         console.print(info.starts_nothing, style="bold red")
     if info.HasField("scaling"):

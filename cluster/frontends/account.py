@@ -39,6 +39,13 @@ class ClusterAccount:
         _add(info, elsewhere)
         return info
 
+    def info_for_keys(self) -> inference_pb2.ClusterInfo:
+        """Returns what the holder of a key may know. No worker is asked."""
+        uptime = time.monotonic() - self.started
+        return inference_pb2.ClusterInfo(
+            name=self.config.name, version=__version__, uptime_seconds=uptime, http_address=self.http_address
+        )
+
     async def info_here(self) -> inference_pb2.ClusterInfo:
         """Returns info() with the gateway processes of this host only."""
         info = inference_pb2.ClusterInfo(

@@ -28,13 +28,15 @@ class Inference(inference_pb2_grpc.InferenceServicer):
         embeddings: Embeddings,
         model: inference_pb2.ModelInfo,
         cluster: Callable[[], Awaitable[inference_pb2.ClusterInfo]],
+        for_keys: Callable[[], inference_pb2.ClusterInfo],
         rejected: Callable[[str], None],
     ) -> None:
-        """cluster: asks all workers. rejected: counts a failed call by the name of its status."""
+        """cluster: asks all workers. for_keys: what holders of keys hear of the cluster. rejected: counts a failed call
+        by the name of its status."""
         self._requests = requests
         self._embeddings = embeddings
         self._model = model
-        self._cluster = cluster
+        self._cluster, self._for_keys = cluster, for_keys
         self._rejected = rejected
 
     async def Generate(self, request: inference_pb2.GenerateRequest, context: Context) -> None:
@@ -85,7 +87,7 @@ class Inference(inference_pb2_grpc.InferenceServicer):
     async def GetClusterInfo(
         self, request: inference_pb2.GetClusterInfoRequest, context: Context
     ) -> inference_pb2.ClusterInfo:
-        return await self._cluster()
+        return self._for_keys() if current_origin.get().access.name else await self._cluster()
 
 
 def _name(request_id: str, context: Context) -> None:

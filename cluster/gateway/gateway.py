@@ -258,7 +258,8 @@ class Gateway:
         gate, rejected = self._callers.gate, self._metrics.rejected_grpc
         server = grpc_server(self._limit, self._bodies, gate, self._max_bytes, turns, rejected)
         model = model_info(self._names.model, self._model, self._tokenizer)
-        inference = Inference(self._requests, self._embeddings, model, self._account.info, rejected)
+        cluster = self._account.info, self._account.info_for_keys
+        inference = Inference(self._requests, self._embeddings, model, *cluster, rejected)
         inference_pb2_grpc.add_InferenceServicer_to_server(inference, server)
         admin_pb2_grpc.add_AdminServicer_to_server(self._admin, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)

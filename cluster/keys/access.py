@@ -34,6 +34,9 @@ class Access:
         """Returns the first and last priority of a request. first, last: the bounds in gateway.priorities."""
         return first, last
 
+    def check_many(self, requests: int) -> None:
+        """InvalidRequest for a body with more prompts, each of them a request, than ever pass together."""
+
     def look(self) -> None:
         """Raises RateLimited if no request can pass now. It costs less than reading a request."""
 
@@ -81,6 +84,15 @@ class KeyAccess(Access):
         if bounds is None:
             return first, last
         return _within(bounds.lowest, first, last), _within(bounds.highest, first, last)
+
+    def check_many(self, requests: int) -> None:
+        limit = self.key.requests_per_minute
+        if limit is not None and requests > limit:
+            self.refused(Sum.REFUSED_SIZE)
+            raise InvalidRequest(
+                f"prompt has {requests} entries, each of them a request; the key {self.key.name!r} has {limit} "
+                "requests a minute, and no body may need more"
+            )
 
     def look(self) -> None:
         self.meter.look(self.key)

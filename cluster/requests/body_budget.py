@@ -68,6 +68,7 @@ class Body:
         self._host = host
         self._held = 0
         self.requests = 1  # of the body that are not validated yet
+        self.failed = False  # one of its requests has, and ends the others
 
     def hold(self, size: int) -> None:
         """Counts so many bytes, which the body has or will have. Raises Overloaded when there is no room for them."""

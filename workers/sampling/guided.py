@@ -79,6 +79,12 @@ class Guided:
             return self
         return replace(self, thinking_tokens=max(1, max_tokens - min(max_tokens * 3 // 4, MOST_KEPT)))
 
+    def shortened(self, before: int, max_tokens: int) -> "Guided":
+        """Returns the guide of a request that now has fewer output tokens. before: the max_tokens of within()."""
+        free = replace(self, thinking_tokens=0)
+        given = self.thinking_tokens != free.within(before).thinking_tokens
+        return self if given else free.within(max_tokens)
+
 
 class Grammars:
     """Compiles grammars for one tokenizer, and keeps the latest. Any thread may use it."""

@@ -9,7 +9,14 @@ from tandem.cluster.frontends.http.reply import Reply, Scope
 
 ANY = "*"
 METHODS = "GET, HEAD, POST"
-SHOWN = "x-request-id, x-tandem-ignored, retry-after, retry-after-ms"  # headers of answers that a page may read
+LIMITS = [
+    form.format(unit, what)
+    for unit in ("requests", "tokens")
+    for what in ("limit", "remaining", "reset")
+    for form in ("x-ratelimit-{1}-{0}", "anthropic-ratelimit-{0}-{1}")
+]
+# Headers of answers that a page may read.
+SHOWN = ", ".join(("x-request-id", "x-tandem-ignored", "retry-after", "retry-after-ms", *LIMITS))
 KEPT_SECONDS = 600  # for which a browser need not ask again
 NAMES = re.compile(r"[\w!#$%&'*+.^`|~, -]{0,1024}", re.ASCII)
 

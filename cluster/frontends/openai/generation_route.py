@@ -53,6 +53,7 @@ class GenerationRoute:
             body, requests = await self._body(scope, receive, held)
             origin = current_origin.get()
             self.names.adapter(body.model, origin.access.allows)  # raises UnknownModel
+            origin.access.check_many(len(requests))
             held.requests = len(requests)
             current_body.set(held)
             reply.headers |= body.headers
@@ -110,9 +111,14 @@ class GenerationRoute:
         async def one(prompt: int, serving: Awaitable[None]) -> None:
             try:
                 await serving
-            except HttpError as error:
-                raise _naming(error, prompt) from None
+            except Exception as error:
+                if call is not None:
+                    call.failed = True
+                if isinstance(error, HttpError):
+                    raise _naming(error, prompt) from None
+                raise
 
+        call = current_body.get()
         try:
             async with asyncio.TaskGroup() as group:
                 for prompt in range(len(requests)):

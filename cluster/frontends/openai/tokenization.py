@@ -10,7 +10,7 @@ from typing_extensions import TypeAliasType
 
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cluster.adapters.names import ServedNames, shown
-from tandem.cluster.errors import InvalidRequest, UnknownModel
+from tandem.cluster.errors import CallError, InvalidRequest, UnknownModel
 from tandem.cluster.frontends.http.body import read_body_of
 from tandem.cluster.frontends.http.caller import host_of, unless_gone
 from tandem.cluster.frontends.http.errors import HttpError
@@ -127,14 +127,18 @@ class Tokenization:
         """Reads the body. Returns what `read` makes of it, and whether it is long."""
         host = host_of(scope)
         held = self.bodies.open(host)
+        charge = await admitted(current_origin.get().access, 0, 0)  # a request without tokens
         try:
-            await admitted(current_origin.get().access, 0, 0)  # a request without tokens
             data = await read_body_of(scope, receive, held, self.max_bytes)
             names = self.served.seen(current_origin.get().access.allows)
             if len(data) <= LONG_BODY:
                 return read(data, names), False
             reading = self.readers.run(host, read, data, names)
             return await unless_gone(receive, asyncio.ensure_future(reading)), True
+        except (HttpError, CallError):  # a wrong body does not count
+            if charge is not None:
+                charge.cancel()
+            raise
         finally:
             held.release()
 

@@ -9,6 +9,7 @@ from tandem.cluster.errors import RateLimited
 from tandem.cluster.keys.access import Access
 from tandem.cluster.keys.meter import Charge, Paced
 from tandem.cluster.requests.answers import Answers
+from tandem.cluster.requests.body_budget import current_body
 from tandem.cluster.requests.validation import ValidRequest
 
 PACED_SECONDS = 0.05  # between two looks whether a host has heard of the others
@@ -52,10 +53,16 @@ class RequestCharge:
         if answers is not None and any(one.placement is not None for one in answers.generations):
             output = max(0, answers.usage.output_tokens - self._received)
             self._charge.settle(self._prompt, output)
-        elif error is None or isinstance(error, asyncio.CancelledError):
+        elif error is None or (isinstance(error, asyncio.CancelledError) and not _ended_by_another()):
             self._charge.settle(0, 0)
         else:
             self._charge.cancel()
+
+
+def _ended_by_another() -> bool:
+    """Whether another request of the same body has failed, which ends this one."""
+    body = current_body.get()
+    return body is not None and body.failed
 
 
 def _output(request: ValidRequest) -> int:
@@ -70,7 +77,10 @@ def _shortened(access: Access, prompt: int, request: ValidRequest) -> ValidReque
     most = access.most_open(prompt, _output(request)) // count
     if most >= longest or request.received:  # one that goes on keeps its length
         return request
-    return replace(request, params=replace(request.params, max_tokens=max(1, most, request.params.min_tokens)))
+    most = max(1, most, request.params.min_tokens)
+    guided = request.params.guided
+    guided = None if guided is None else guided.shortened(longest, most)
+    return replace(request, params=replace(request.params, max_tokens=most, guided=guided))
 
 
 async def admitted(access: Access, prompt: int, output: int) -> Charge | None:
@@ -80,7 +90,7 @@ async def admitted(access: Access, prompt: int, output: int) -> Charge | None:
         try:
             return access.admit(prompt, output)
         except Paced as error:
-            refusal = RateLimited(str(error), error.retry_after_seconds)
+            refusal = RateLimited(str(error), error.retry_after_seconds, error.states)
         await asyncio.sleep(PACED_SECONDS)
     raise refusal
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,15 +11,24 @@ from typing import Any
 
 import grpc
 import httpx
+import numpy as np
 import pytest
 
 from tandem.cluster.client import Client
 from tandem.cluster.credentials import ClientSecurity
 from tandem.cluster.errors import RateLimited
 from tandem.cluster.errors.details import DETAILS_KEY
+from tandem.cluster.keys.access import Access
 from tandem.cluster.keys.key import digest_of
+from tandem.cluster.metrics import scrape
+from tandem.cluster.requests.charging.charges import RequestCharge
+from tandem.cluster.requests.validation import ValidRequest
 from tandem.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
 from tandem.workers.ports.authentication import authorized
+from tandem.workers.sampling.guided import Guided
+from tandem.workers.sampling.sampling_params import SamplingParams
+from tandem.workers.sampling.thinking import Thinking
+from tandem.workers.wire.prompt_spec import PromptSpec
 from tests.cluster.open_gateway import PROMPT, OpenGateway, open_gateway
 from tests.cluster.scripted_model import make_scripted
 from tests.support.http_client import get, post
@@ -93,6 +103,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Keyed]:
         "security.api_key": TOKEN,
         "model.served_model_name": ["base", "b"],
         "logging.access": True,
+        "gateway.cors_origins": ["*"],
         "gateway.queue_seconds": 0.5,
         "embeddings.score_template": "{query} {document}",
         "embeddings.score_tokens": ["a", "b"],
@@ -111,6 +122,24 @@ def test_a_key_opens_the_doors_of_inference(keyed: Keyed) -> None:
     with Client(keyed.opened.grpc, security=ClientSecurity(token=key)) as client:
         assert sum(len(one.token_ids) for one in client.generate(PROMPT, max_tokens=5)) == 5
         assert client.model_info().name == "base"
+
+
+def test_series_of_many_keys_hold_up_no_stream(keyed: Keyed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a thousand keys take 70 ms to write."""
+    threads: list[threading.Thread] = []
+
+    def families(sums: object) -> list[Any]:
+        threads.append(threading.current_thread())
+        return []
+
+    async def streams() -> threading.Thread:
+        return threading.current_thread()
+
+    monkeypatch.setattr(scrape, "key_families", families)
+    time.sleep(0.25)  # one scrape serves all that come so soon
+    assert keyed.get("/metrics", TOKEN).status_code == 200
+    assert len(threads) == 1
+    assert keyed.opened.events.run(streams(), timeout=10) not in threads
 
 
 def test_other_keys_open_none(keyed: Keyed) -> None:
@@ -158,6 +187,8 @@ def test_requests_beyond_the_limit_get_429(keyed: Keyed) -> None:
     assert "has used 2 of its 2 requests a minute; try again in" in error["message"]
     assert 50 <= int(refused.headers["retry-after"]) <= 61
     assert refused.headers["x-ratelimit-limit-requests"] == "2"
+    shown = refused.headers["access-control-expose-headers"].split(", ")
+    assert {name for name in refused.headers if "ratelimit" in name} < {*shown}
     assert refused.headers["x-ratelimit-remaining-requests"] == "0"
     assert refused.headers["x-ratelimit-limit-tokens"] == "1000"
     assert refused.headers["x-ratelimit-remaining-tokens"] == str(1000 - 2 * (len(PROMPT) + 6))
@@ -270,9 +301,41 @@ def test_a_request_that_can_never_pass_is_refused_for_good(keyed: Keyed) -> None
     assert keyed.metric("tandem:key_refused_total", key=keyed.name, reason="size") == 2
 
 
+def test_a_list_of_prompts_passes_whole_or_counts_nothing(keyed: Keyed) -> None:
+    key = keyed.use(requests_per_minute=3, tokens_per_minute=100)
+    refused = keyed.post(COMPLETIONS, {**BODY, "prompt": [PROMPT] * 4}, key)
+    said = f"prompt has 4 entries, each of them a request; the key '{keyed.name}' has 3 requests a minute"
+    assert (refused.status_code, said in refused.text) == (400, True)
+    assert keyed.post(COMPLETIONS, BODY, key).status_code == 200
+    many = {**BODY, "prompt": [PROMPT] * 3}
+    assert [keyed.post(COMPLETIONS, many, key).status_code for _ in range(3)] == [429] * 3
+    assert [keyed.post(COMPLETIONS, BODY, key).status_code for _ in range(3)] == [200, 200, 429]
+
+
+def test_thinking_leaves_room_in_what_a_key_may_have() -> None:
+    params = SamplingParams(max_tokens=100_000, guided=Guided("regex", ("a",), Thinking("<t>", "</t>")).within(100_000))
+    request = ValidRequest("r", PromptSpec(np.arange(3)), params)
+    few = RequestCharge(Few(), request, is_open=True).request.params
+    assert few.guided is not None
+    assert (few.max_tokens, few.guided.thinking_tokens) == (400, 100)
+
+
+class Few(Access):
+    def most_open(self, prompt: int, output: int) -> int:
+        return 400
+
+
+def test_a_key_sees_no_workers(keyed: Keyed) -> None:
+    for token, seen in [(keyed.use(), 0), (TOKEN, 1)]:
+        with Client(keyed.opened.grpc, security=ClientSecurity(token=token)) as client:
+            info = client.cluster_info()
+        assert (len(info.islands), len(info.gateways), info.http_address) == (seen, seen, keyed.opened.http)
+
+
 def test_requests_that_are_wrong_do_not_count(keyed: Keyed) -> None:
     key = keyed.use(requests_per_minute=1)
     assert [keyed.post(COMPLETIONS, {**BODY, "n": 0}, key).status_code for _ in range(3)] == [400] * 3
+    assert [keyed.post("/detokenize", {"tokens": "a"}, key).status_code for _ in range(3)] == [400] * 3
     assert keyed.post(COMPLETIONS, BODY, key).status_code == 200
 
 

@@ -37,6 +37,10 @@ class Access:
     def check_many(self, requests: int) -> None:
         """InvalidRequest for a body with more prompts, each of them a request, than ever pass together."""
 
+    def check_whole(self, before: int, tokens: int) -> None:
+        """InvalidRequest for a body that needs more tokens than ever pass together. before: those of its requests so
+        far, tokens: those of the next one."""
+
     def look(self) -> None:
         """Raises RateLimited if no request can pass now. It costs less than reading a request."""
 
@@ -92,6 +96,15 @@ class KeyAccess(Access):
             raise InvalidRequest(
                 f"prompt has {requests} entries, each of them a request; the key {self.key.name!r} has {limit} "
                 "requests a minute, and no body may need more"
+            )
+
+    def check_whole(self, before: int, tokens: int) -> None:
+        limit = self.key.tokens_per_minute
+        if limit is not None and before and before + tokens > limit:
+            self.refused(Sum.REFUSED_SIZE)
+            raise InvalidRequest(
+                f"the body asks for {before + tokens} tokens or more, over all its entries; the key {self.key.name!r} "
+                f"has {limit} tokens a minute, and no body may need more"
             )
 
     def look(self) -> None:

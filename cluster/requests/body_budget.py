@@ -68,6 +68,7 @@ class Body:
         self._host = host
         self._held = 0
         self.requests = 1  # of the body that are not validated yet
+        self.tokens = 0  # of prompts and outputs that its validated requests ask for
         self.failed = False  # one of its requests has, and ends the others
 
     def hold(self, size: int) -> None:

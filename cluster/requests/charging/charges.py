@@ -32,7 +32,11 @@ class RequestCharge:
 
     async def count(self) -> ValidRequest:
         """The request to run, which counts from now on. Raises as admitted()."""
-        self._charge = await admitted(self._access, self._prompt, _output(self.request))
+        output, body = _output(self.request), current_body.get()
+        if body is not None:
+            self._access.check_whole(body.tokens, self._prompt + output)
+            body.tokens += self._prompt + output
+        self._charge = await admitted(self._access, self._prompt, output)
         return self.request
 
     @contextmanager

@@ -306,6 +306,9 @@ def test_a_list_of_prompts_passes_whole_or_counts_nothing(keyed: Keyed) -> None:
     refused = keyed.post(COMPLETIONS, {**BODY, "prompt": [PROMPT] * 4}, key)
     said = f"prompt has 4 entries, each of them a request; the key '{keyed.name}' has 3 requests a minute"
     assert (refused.status_code, said in refused.text) == (400, True)
+    refused = keyed.post(COMPLETIONS, {"prompt": [PROMPT] * 3, "max_tokens": 40}, key)
+    said = f"the body asks for 129 tokens or more, over all its entries; the key '{keyed.name}' has 100 tokens a minute"
+    assert (refused.status_code, said in refused.text) == (400, True)
     assert keyed.post(COMPLETIONS, BODY, key).status_code == 200
     many = {**BODY, "prompt": [PROMPT] * 3}
     assert [keyed.post(COMPLETIONS, many, key).status_code for _ in range(3)] == [429] * 3

@@ -10,7 +10,7 @@ import grpc.aio
 from tandem.cluster.errors import InvalidRequest, Superseded
 from tandem.cluster.peers.claim_clock import ClaimClock
 from tandem.cluster.peers.hosts import GatewayHost
-from tandem.cluster.peers.links import PeerLinks
+from tandem.cluster.peers.links import PeerLinks, is_cancelled
 from tandem.cluster.peers.table import Column, GatewayTable
 from tandem.proto import peer_pb2
 
@@ -106,8 +106,13 @@ class Claims:
         request, pause = _request(claim, whole_host=True), AGAIN_SECONDS
         while peers := self._links.peers_of(number):
             for peer in peers:
-                with suppress(grpc.aio.AioRpcError, grpc.aio.UsageError):
+                try:
                     return (await self._links.stub(peer).Claim(request, timeout=HOST_SECONDS)).outcome
+                except (grpc.aio.AioRpcError, grpc.aio.UsageError):
+                    continue
+                except asyncio.CancelledError:
+                    if is_cancelled():
+                        raise
             await asyncio.sleep(pause)
             pause = min(2 * pause, HOST_SECONDS)  # a lost host's streams are all resumed at once
         return peer_pb2.CLAIM_OUTCOME_FREE
@@ -121,6 +126,9 @@ class Claims:
                 return (await self._links.stub(there).Claim(request, timeout=CLAIM_SECONDS)).outcome
             except (grpc.aio.AioRpcError, grpc.aio.UsageError):
                 await asyncio.sleep(AGAIN_SECONDS)
+            except asyncio.CancelledError:
+                if is_cancelled():
+                    raise
         return peer_pb2.CLAIM_OUTCOME_FREE
 
 

@@ -88,6 +88,9 @@ class PeerLinks:
                     return True
             except (grpc.aio.AioRpcError, grpc.aio.UsageError):
                 continue  # it has ended, or is stopped
+            except asyncio.CancelledError:
+                if is_cancelled():
+                    raise
         return False
 
     async def find_trace(self, request: admin_pb2.GetTraceRequest) -> admin_pb2.GetTraceResponse:
@@ -96,6 +99,10 @@ class PeerLinks:
             try:
                 answer = await self.stub(peer).GetTrace(request, timeout=TRACE_SECONDS)
             except (grpc.aio.AioRpcError, grpc.aio.UsageError):
+                continue
+            except asyncio.CancelledError:
+                if is_cancelled():
+                    raise
                 continue
             if answer.HasField("trace"):
                 return answer
@@ -137,10 +144,8 @@ class PeerLinks:
             except grpc.aio.UsageError:
                 continue  # its channel is being closed
             except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if task is None or task.cancelling():
+                if is_cancelled():
                     raise
-                # Nobody cancelled this task: stub() has closed the channel of a process that is gone.
         return None
 
     def turn(self, process: int, processes: int) -> tuple[int, int]:
@@ -155,3 +160,10 @@ class PeerLinks:
 
     async def close(self) -> None:
         await asyncio.gather(*self._closing, *(channel.close() for channel, _ in self._channels.values()))
+
+
+def is_cancelled() -> bool:
+    """Returns whether this task is cancelled. If not, only its call was: stub() has closed the channel of a process
+    that is gone, while an answer was awaited over it."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0

@@ -2,6 +2,7 @@
 
 import asyncio
 import mmap
+import socket
 import time
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
@@ -48,6 +49,25 @@ def requests(claims: Claims) -> ActiveRequests:
     validator: Any = SimpleNamespace(vocab_size=2)
     shared = claims._table
     return ActiveRequests(validator, missing, missing, None, (), shared, claims, max_attempts=1, request_seconds=1.0)
+
+
+def test_a_claim_outlasts_the_connection_to_a_lost_host() -> None:
+    """A question for a new process closes it, and the claim would end the call that asks."""
+
+    async def test() -> peer_pb2.ClaimOutcome:
+        links = PeerLinks(table(), TOKEN, IDENTITY, number=1)
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            lost = GatewayHost(3, "lost", (f"127.0.0.1:{silent.getsockname()[1]}",))
+            links.update_hosts(GatewayHosts(1, (lost,)))
+            claiming = asyncio.create_task(Claims(links._table, links).outcome(RESUME, links.hosts))
+            await asyncio.sleep(0.1)
+            links.update_hosts(GatewayHosts(2))
+            links.stub("127.0.0.1:1")
+            outcome = await claiming
+        await links.close()
+        return outcome
+
+    assert asyncio.run(test()) == FREE
 
 
 class Hosts:

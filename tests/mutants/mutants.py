@@ -5,6 +5,7 @@ from tests.mutants.of_adapters import ADAPTERS
 from tests.mutants.of_cache import CACHE
 from tests.mutants.of_cluster import CLUSTER
 from tests.mutants.of_handoff import HANDOFF
+from tests.mutants.of_keys import KEYS
 from tests.mutants.of_operators import OPERATORS
 from tests.mutants.of_parking import PARKING
 from tests.mutants.of_served_adapters import SERVED_ADAPTERS
@@ -24,4 +25,5 @@ MUTANTS = (
     *ACCESS,
     *SERVED_ADAPTERS,
     *OPERATORS,
+    *KEYS,
 )

@@ -163,6 +163,22 @@ def test_a_request_passes_once_the_time_it_was_told_is_over(steps: list[tuple[fl
         meter.count(KEY, tokens)
 
 
+def test_of_two_processes_that_count_at_a_time_one_sees_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    processes = Processes(Clock())
+    first, second = (processes.meters[process]["team-a"] for process in range(2))
+    add, rivals = first._cells.add, [second]
+
+    def add_late(*count: Any) -> None:
+        if rivals:  # counts after the first process has looked, and before it has counted
+            rivals.pop().count(KEY, 60)
+        add(*count)
+
+    monkeypatch.setattr(first._cells, "add", add_late)
+    with pytest.raises(RateLimited, match="has used 60 of its 100 tokens"):
+        first.count(KEY, 60)
+    assert [one.remaining for one in second.states(KEY)] == [4, 40]
+
+
 def test_a_refusal_says_what_is_used_and_left() -> None:
     clock = Clock()
     meter = Processes(clock).meters[0]["team-a"]

@@ -486,6 +486,29 @@ def test_ids_of_unlike_keys_do_not_meet(keyed: Keyed) -> None:
     keyed.opened.worker.step_seconds = 0.0
 
 
+def test_a_key_forks_its_own_requests_only(keyed: Keyed) -> None:
+    one, other = keyed.write([{"name": "one"}, {"name": "other"}])
+    stubs = [authorized(inference_pb2_grpc.InferenceStub(keyed.channel), key) for key in (one, other)]
+    keyed.opened.worker.step_seconds = 0.01
+    parent = stubs[0].Generate(
+        inference_pb2.GenerateRequest(
+            request_id="p",
+            token_ids=inference_pb2.TokenIds(ids=PROMPT),
+            sampling=inference_pb2.SamplingParams(max_tokens=200),
+        ),
+        timeout=10,
+    )
+    next(parent)
+    fork = inference_pb2.GenerateRequest(
+        fork=inference_pb2.Fork(request_id="p"), sampling=inference_pb2.SamplingParams(max_tokens=2)
+    )
+    assert sum(len(part.token_ids) for part in stubs[0].Generate(fork, timeout=10)) == 2
+    with pytest.raises(grpc.RpcError, match="'p'"):
+        list(stubs[1].Generate(fork, timeout=10))
+    parent.cancel()
+    keyed.opened.worker.step_seconds = 0.0
+
+
 def test_a_changed_file_counts_within_a_second(keyed: Keyed) -> None:
     (kept,) = keyed.write([{"name": "kept", "requests_per_minute": 3}])
     assert keyed.post(COMPLETIONS, BODY, kept).status_code == 200

@@ -9,7 +9,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from threading import current_thread, main_thread
@@ -79,8 +79,9 @@ def deferred_signals(*, joins: bool = False) -> Iterator[list[int]]:
     set_handler = utils.set_sigterm_handler
     before = {number: signal.signal(number, note) for number in SIGNALS}
     utils.set_sigterm_handler = lambda handler: None
+    fatal = {number for number, handler in before.items() if handler in (signal.SIG_DFL, signal.default_int_handler)}
     try:
-        with nullcontext() if joins else _gcs_is_watched():
+        with nullcontext() if joins else _gcs_is_watched(fatal):
             yield came
     finally:
         utils.set_sigterm_handler = set_handler
@@ -91,12 +92,12 @@ def deferred_signals(*, joins: bool = False) -> Iterator[list[int]]:
 
 
 @contextmanager
-def _gcs_is_watched() -> Iterator[None]:
-    """Runs leave_without_gcs() in a thread within the block."""
+def _gcs_is_watched(fatal: Set[int]) -> Iterator[None]:
+    """Runs leave_without_gcs() in a thread within the block. fatal: see there."""
     read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     os.set_blocking(read, True)
     woken = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    threading.Thread(target=leave_without_gcs, args=(read,), name="signals", daemon=True).start()
+    threading.Thread(target=leave_without_gcs, args=(read, fatal), name="signals", daemon=True).start()
     try:
         yield
     finally:
@@ -104,10 +105,11 @@ def _gcs_is_watched() -> Iterator[None]:
         os.close(write)  # which ends the thread
 
 
-def leave_without_gcs(signals: int) -> None:
+def leave_without_gcs(signals: int, fatal: Set[int]) -> None:
     """Ends this process and all that it has started, once a stop signal has come and Ray's GCS is gone. Returns when
     the other end of `signals`, the descriptor of a pipe, is closed; it has the numbers of signals, one a byte. Python's
-    own handlers do not run while the main thread waits in Ray's C++ code."""
+    own handlers do not run while the main thread waits in Ray's C++ code. fatal: signals for which the program has no
+    handler. After one the status is a shell's for it, or a script that starts a cluster would seem to succeed."""
     poll, number, deadline = select.poll(), 0, math.inf
     poll.register(signals, select.POLLIN)
     while True:
@@ -121,7 +123,7 @@ def leave_without_gcs(signals: int) -> None:
         if time.monotonic() > deadline and not has_gcs(started := descendants(os.getpid())):
             os.write(2, f"tandem: {signal.Signals(number).name}: stopping, while Ray started\n".encode())
             kill(started)
-            os._exit(0)
+            os._exit(128 + number if number in fatal else 0)
 
 
 def has_gcs(processes: Iterable[Process]) -> bool:

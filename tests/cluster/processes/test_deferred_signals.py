@@ -58,7 +58,7 @@ def test_only_a_start_of_a_ray_of_its_own_may_be_left(address: str | None, monke
     watched: list[bool] = []
 
     @contextmanager
-    def watch() -> Iterator[None]:
+    def watch(fatal: object) -> Iterator[None]:
         watched.append(True)
         yield
 
@@ -69,10 +69,12 @@ def test_only_a_start_of_a_ray_of_its_own_may_be_left(address: str | None, monke
 
 
 WAITS = """
-import ctypes, subprocess, sys
+import ctypes, signal, subprocess, sys
 from tandem.cluster.processes import own_ray
 own_ray.STOP_SECONDS = own_ray.LOOK_SECONDS = 0.1
 gcs = subprocess.Popen([sys.argv[1], "60"])
+if sys.argv[2] == "handled":
+    signal.signal(signal.SIGTERM, print)
 mutex = ctypes.create_string_buffer(64)
 libc = ctypes.CDLL(None)
 libc.pthread_mutex_lock(mutex)
@@ -82,10 +84,11 @@ with own_ray.deferred_signals():
 """
 
 
-def test_a_start_whose_gcs_has_gone_with_the_signal_is_left(tmp_path: Path) -> None:
-    """With one line. As long as Ray's GCS runs, the start goes on to its end."""
+@pytest.mark.parametrize(("handler", "status"), [("handled", 0), ("none", 128 + signal.SIGTERM)])
+def test_a_start_whose_gcs_has_gone_with_the_signal_is_left(tmp_path: Path, handler: str, status: int) -> None:
+    """With one line. As long as Ray's GCS runs, the start goes on to its end. A program without a handler fails."""
     shutil.copy("/bin/sleep", tmp_path / "gcs_server")
-    command = [sys.executable, "-c", WAITS, str(tmp_path / "gcs_server")]
+    command = [sys.executable, "-c", WAITS, str(tmp_path / "gcs_server"), handler]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     gcs = int(process.stdout.readline())
@@ -94,4 +97,4 @@ def test_a_start_whose_gcs_has_gone_with_the_signal_is_left(tmp_path: Path) -> N
         process.wait(0.8)
     os.kill(gcs, signal.SIGTERM)
     _, said = process.communicate(timeout=30)
-    assert (process.returncode, said) == (0, "tandem: SIGTERM: stopping, while Ray started\n")
+    assert (process.returncode, said) == (status, "tandem: SIGTERM: stopping, while Ray started\n")

@@ -207,7 +207,7 @@ def test_one_layer_for_multi_token_prediction_drafts(case: str, field: str, tmp_
     drafter = load_drafter_config(MTP, config)
     assert drafter is not None
     assert (drafter.num_layers, drafter.moe is not None and 0 in drafter.moe.layers) == (1, False)
-    with pytest.raises(UnsupportedFeature, match=r"has no weights mtp\.\*, those of a layer for multi-token predict"):
+    with pytest.raises(UnsupportedFeature, match=r"has no weights mtp\.\*, which belong to a layer for multi-token"):
         check_drafter_weights(tmp_path, MTP, config, drafter)
 
 

@@ -94,22 +94,20 @@ class KeyBook:
             self._tidied = now
             self._cells.tidy(int(now))
         try:
-            seen, keys = await asyncio.to_thread(self._read)
+            keys = await asyncio.to_thread(self._read)
         except ConfigError as error:
             self._fail(error)
             return
-        self._seen = seen
         if keys is not None:
             self._take(keys)
 
-    def _read(self) -> tuple["_Seen | None", tuple[Key, ...] | None]:
-        """Returns the file as it is, and its keys if it has changed. Raises ConfigError, once for each state of the
-        file."""
+    def _read(self) -> tuple[Key, ...] | None:
+        """Returns the keys of the file if it has changed. Raises ConfigError, once for each state of the file."""
         seen = _look(self._path)
         if seen == self._seen:
-            return seen, None
+            return None
         self._seen = seen  # also where it is bad: it is read again when it changes
-        return seen, read_keys(self._path)
+        return read_keys(self._path)
 
     def _take(self, keys: Sequence[Key]) -> None:
         slots = self._cells.open({key.id for key in keys}, int(time.monotonic()))

@@ -118,14 +118,16 @@ class GraphBuffers:
         return Attention(self._groups, plans, self._layers, None, lambda: self.positions, by_token=by_token)
 
     def clear(self) -> None:
-        """Makes all rows of a decode step padding. Of prompts: as many tokens as there may be, of a sequence that
-        stores nothing and reads page 0 again and again."""
-        count, nothing = 0 if self.limits.one_each else -(-self.size // self._page_size), np.empty(0, np.int64)
+        """Makes all rows of a decode step padding. Of prompts: as many tokens as there may be, of as few sequences as
+        can have them, which store nothing and read page 0 again and again."""
+        longest, nothing = self._table.max_length, np.empty(0, np.int64)
         tokens = lay_out_tokens(nothing, nothing).apart()
         tables = replace(NO_TABLES, kv_indptr=np.zeros(1, np.int32))
-        if count:
-            tokens = lay_out_tokens(np.zeros(1, np.int64), np.array([self.size]))
-            tables = look_up_pages(np.zeros((1, count), np.int32), np.zeros(1, np.int64), tokens, self._page_size)
+        if not self.limits.one_each:
+            begins = np.arange(0, self.size, longest)
+            tokens = lay_out_tokens(np.zeros_like(begins), np.minimum(self.size - begins, longest))
+            pages = np.zeros((1, -(-longest // self._page_size)), np.int32)
+            tables = look_up_pages(pages, np.zeros_like(begins), tokens, self._page_size)
             tables = replace(tables, slot_mapping=np.full(self.size, SKIP_SLOT, np.int32))
         groups = len(self._groups)
         ways = SlidingRows(*[nothing] * 6, still=0) if self.limits.sliding else None

@@ -56,8 +56,9 @@ class PromptRunner:
         scales: KVScales | None = None,
         snapshots: SnapshotRule = NO_SNAPSHOTS,
         ranks: Ranks = ALONE,
+        longest: int = LONGEST,
     ) -> None:
-        """capture: None: all forwards are plain. ranks: the ranks of which this is one."""
+        """capture: None: all forwards are plain. ranks: the ranks of which this is one. longest: of a sequence."""
         config = shard_config(load_config(folder, dtype), Shard(ranks.rank, ranks.size))
         layout = kv_layout(config, PAGE, scales)
         groups = range(len(layout.groups))
@@ -71,7 +72,7 @@ class PromptRunner:
                 layout,
                 self.pools,
                 max_sequences=24,
-                max_length=LONGEST,
+                max_length=longest,
                 kernels=kernels,
                 snapshots=snapshots,
             )

@@ -103,8 +103,8 @@ class ModelRunner:
         """Makes launch() replay CUDA graphs of up to max_tokens that push nothing, as capture_steps does."""
         if capture is None and self._model.device.type != "cuda":
             return
-        config = self._model.config
-        sizes = prompt_sizes(max_tokens, config.hidden_size)
+        config, most = self._model.config, MOST_PROMPTS * self._cache.max_sequence_length
+        sizes = [size for size in prompt_sizes(max_tokens, config.hidden_size) if size <= most]
         buffers = self._cache.graph_buffers([Limits.of_prompts(size, MOST_PROMPTS, config.num_heads) for size in sizes])
         if buffers:
             self._prompt_graphs = ForwardGraphs(buffers, capture or GraphCapture(), self._compute_prompts)

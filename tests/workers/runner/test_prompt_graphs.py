@@ -49,6 +49,21 @@ def test_a_lone_prompt(folder: Path, length: int) -> None:
     assert_same_kv(*both, TOLERANCE)
 
 
+@pytest.mark.parametrize("longest", [5, 24])
+def test_graphs_of_more_tokens_than_a_sequence_may_have(folder: Path, longest: int) -> None:
+    """The largest are those that as many sequences as a graph may have can fill."""
+    lengths = {sequence: min(longest, 1 + 7 * sequence) for sequence in range(6)}
+    ours, theirs = (PromptRunner(folder, capture, TableKernels, longest=longest) for capture in (RunInOnePlace(), None))
+    logits = []
+    for runner in (ours, theirs):
+        for sequence in lengths:
+            runner.cache.add_sequence(sequence)
+        prompts = {sequence: random_prompt(length, sequence) for sequence, length in lengths.items()}
+        logits.append(runner.forward(prompts, lengths))
+    torch.testing.assert_close(*logits, rtol=TOLERANCE, atol=TOLERANCE)
+    assert ours.replays == 1
+
+
 def test_several_prompts_in_chunks(folder: Path) -> None:
     """Some end in a forward, some go on."""
     both = captured(folder), plain(folder)

@@ -45,7 +45,9 @@ class AdaptedModel:
         decoder = load_decoder(folder, config, device=device, adapters=settings)
         assert decoder.adapted is not None
         pools = [
-            torch.zeros((MOST * LONGEST // PAGE, *layout.page_shape(group)), device=device).to(layout.stored_dtype)
+            torch.zeros(
+                (MOST * LONGEST // PAGE, *layout.page_shape(group)), dtype=layout.stored_dtype_of(group), device=device
+            )
             for group in range(len(layout.groups))
         ]
         self.cache = TvmCache.of(

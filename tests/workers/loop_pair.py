@@ -111,6 +111,7 @@ class LoopPair:
         num_pages: int = 32,
         num_signals: int = 8,
         max_sequences: tuple[int, int] = (64, 64),
+        most: int = 16,
         sharing: bool = False,
         verify: bool = True,
         speculation: SpeculationSettings = NO_SPECULATION,
@@ -123,8 +124,8 @@ class LoopPair:
         slots: tuple[int, int] = (1, 1),
         parked_lanes: MakeLanes | None = None,
     ) -> None:
-        """max_sequences: of the caches. drafter: None makes the one that `speculation` names. adapters: folders of LoRA
-        adapters, which both workers hold. slots: for them on each worker's device."""
+        """max_sequences: of the caches. most: sequences of each worker. drafter: None makes the one that `speculation`
+        names. adapters: folders of LoRA adapters, which both workers hold. slots: for them on each worker's device."""
         config = load_config(folder)
         drafting = load_drafter_config(speculation, config)
         layout = kv_layout(config, PAGE, drafter=drafting)
@@ -157,7 +158,7 @@ class LoopPair:
 
         self.caches = [cache_over(*ends) for ends in zip(self.transports, self._writes, max_sequences, strict=True)]
         settings = LoopSettings(
-            LEASE, sharing, verify, max_batch_tokens=CHUNK, max_sequences=16, speculation=speculation, parking=parking
+            LEASE, sharing, verify, max_batch_tokens=CHUNK, max_sequences=most, speculation=speculation, parking=parking
         )
         self.fanout = Collected()
         make = drafter or partial(make_drafter, speculation)

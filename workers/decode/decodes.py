@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from tandem.cache.plan.arrays import Int64Array
 from tandem.workers.config import LoopSettings
@@ -105,11 +106,10 @@ class Decodes:
         parks: bool = True,
     ) -> Reservation:
         """See Reservations.prepare. Raises NoRoom also while older prompts of peers go first, or others by Parking."""
-        known = self._reservations.get(request_id) is not None
-        if self._scheduler.lacks_room and not known:
+        if not (known := self._reservations.get(request_id) is not None) and self._scheduler.lacks_room:
             raise NoRoom(f"no room for request {request_id!r}: prompts of peers wait for it")
-        with self._parking.asking(Ask(prompt, max_tokens, writer_pe), known=known, parks=parks):
-            return self._reservations.prepare(request_id, prompt, max_tokens, writer_pe, writer_epoch)
+        prepare = partial(self._reservations.prepare, request_id, prompt, max_tokens, writer_pe, writer_epoch)
+        return self._parking.reserve(Ask(prompt, max_tokens, writer_pe), prepare, known=known, parks=parks)
 
     def start(
         self,

@@ -4,9 +4,8 @@
 row ─────► leaving ─────────────────► copying ─────► parked ───────► rising ───────► row
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -22,11 +21,13 @@ from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.scheduling.ageing import level
 from tandem.workers.scheduling.decode_rows import DecodeRows
 from tandem.workers.wire.lease import Clock
+from tandem.workers.wire.reservation import Reservation
 
 ASKED_SECONDS = 0.25  # a gateway asks again within this time for a request that found no room
 POLL_SECONDS = 0.02  # between looks for room while a request is parked
 COPY_POLL_SECONDS = 0.001  # between looks while a request is copied
 MOST_BYTES = 1 << 30  # being copied; beyond that no other request begins to be copied
+REPLACED_PART = 4  # one part of so many of a worker's sequences may be replaced before they are copied
 FIRST = -(1 << 40)  # the level of a request that has been parked for too long
 
 
@@ -55,6 +56,8 @@ class Parking:
     ageing) as soon as there is room. A new request waits behind parked ones of its own or a lower level. A request
     keeps the level at which it resumed, so the requests that it waited for cannot park it again.
 
+    A request that lacks nothing but a sequence does not wait until others are copied: it replaces them at once.
+
     Steps of other rows run while a request is copied. Its pages are freed, and it gets a row again, once its copies are
     done on all ranks.
 
@@ -80,7 +83,7 @@ class Parking:
         self._engine, self._rows, self._reservations, self._steps = engine, rows, reservations, steps
         self._counters = counters
         self._most, self._seconds = settings.parking.most, settings.parking.seconds
-        self._priority_seconds = settings.priority_seconds
+        self._priority_seconds, self._max_sequences = settings.priority_seconds, settings.max_sequences
         self._clock = clock
         self._leaving: list[DecodeRequest] = []
         self._copying: list[tuple[IsPast | None, DecodeRequest]] = []
@@ -101,21 +104,24 @@ class Parking:
 
     # Requests that ask for room
 
-    @contextmanager
-    def asking(self, ask: Ask, *, known: bool, parks: bool) -> Iterator[None]:
-        """Wraps the reservation of a request. Raises NoRoom if other requests go first. If the reservation raises it,
-        `coming` ends once requests have left to make room. known: whether it already has a reservation. parks: whether
-        it may park others."""
+    def reserve(self, ask: Ask, prepare: Callable[[], Reservation], *, known: bool, parks: bool) -> Reservation:
+        """Returns the reservation of a request. Raises NoRoom if other requests go first, or if prepare() raises it
+        and no rows are replaced. Then `coming` ends once requests have left to make room. prepare: see
+        Reservations.prepare. known: whether it already has a reservation. parks: whether it may park others."""
         if self._most and not known:
             self._check(ask.prompt.priority)
         try:
-            yield
+            made = prepare()
         except NoRoom as error:
-            if self._most:
+            if not self._most:
+                raise
+            if not parks or not self._replaces(ask):
                 error.coming = self._refused_one(ask, parks=parks, lacks_slot=error.lacks_slot)
                 error.would_park = not parks and self._would_park(ask)
-            raise
+                raise
+            made = prepare()
         self._granted = self._granted or ask.prompt.priority <= self._refused[0]
+        return made
 
     def _check(self, priority: int) -> None:
         waiting = [one for one in self._waiting if one not in self._slotless]
@@ -124,6 +130,20 @@ class Parking:
             raise NoRoom(f"parked requests of priority {first} resume before one of priority {priority} begins")
         if not self._granted and self._is_asked_for(priority):
             raise NoRoom(f"a request of priority {self._refused[0]} gets room before one of priority {priority}")
+
+    def _replaces(self, ask: Ask) -> bool:
+        """Returns whether `ask` needs no pages of others, and rows have left now so that it may have a sequence. They
+        are copied while its prompt is computed."""
+        short, _ = self._reservations.shortage(ask)
+        if max(short) > 0 or self._reservations.needs_slot(ask) or not self._would_park(ask):
+            return False
+        chosen = self._chosen(ask)
+        if len(self._leaving) + len(self._copying) + len(chosen) > max(self._max_sequences // REPLACED_PART, 1):
+            return False
+        for request in chosen:
+            request.replaced = True
+        self._leave(chosen)
+        return True
 
     def _refused_one(self, ask: Ask, *, parks: bool, lacks_slot: bool) -> "Future[None] | None":
         """Notes that a request found no room. The future ends when others have left for it; None if none will. A
@@ -197,11 +217,15 @@ class Parking:
                 self._leaving.append(request)
             elif engine.can_park(request.sequence_id) and len(self._parked) + len(self._copying) < self._most:
                 engine.park(request.sequence_id)
-                request.parked = True
+                request.parked, request.replaced = True, False
                 self._counters.parks += 1
                 self._copying.append((engine.mark(copies=True), request))
             elif self._growth is None:  # host memory is full
-                self._rows.join([request])
+                if request.replaced and not self._reservations.has_sequence:
+                    self._leaving.append(request)
+                else:
+                    request.replaced = False
+                    self._rows.join([request])
             else:
                 self._decodes.abort(request.request_id, writer_quiet=True)
         copying, self._copying = self._copying, []

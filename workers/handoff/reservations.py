@@ -133,7 +133,7 @@ class Reservations:
                 f"prompt and max_tokens need {shortage[0]} pages; this worker has {shortage[1]} "
                 f"of {self._engine.layout.page_size} tokens"
             )
-        if self._num_taken >= self._max_sequences:
+        if not self.has_sequence:
             raise NoRoom(f"all {self._max_sequences} sequences of this worker are taken")
         if not self.slots.may_begin(prompt.adapter, prompt.priority, self._spare_slots(writer_pe)):
             raise NoSlot("other requests use all slots for adapters, or are next to get one (adapters.max_resident)")
@@ -324,7 +324,7 @@ class Reservations:
     def has_room(self, request: DecodeRequest) -> bool:
         """Returns whether a parked request can go on now, apart from the slot for its adapter."""
         reach = self.room.first_reach(request.prompt, request.max_tokens, len(request.output))
-        return self._engine.room(*reach, request.prompt.encoder.length).fits and self._num_taken < self._max_sequences
+        return self._engine.room(*reach, request.prompt.encoder.length).fits and self.has_sequence
 
     def needs_slot(self, ask: Ask, *, freed: int = 0) -> bool:
         """Returns whether `ask` finds no slot for its adapter, also if so many more were unused."""
@@ -339,7 +339,13 @@ class Reservations:
     @property
     def _num_taken(self) -> int:
         """The number of sequences in use, among those that this worker may have."""
-        return len(self._draining) + sum(not request.parked for request in self._requests.values())
+        counted = (not request.parked and not request.replaced for request in self._requests.values())
+        return len(self._draining) + sum(counted)
+
+    @property
+    def has_sequence(self) -> bool:
+        """Whether one more sequence may be in use."""
+        return self._num_taken < self._max_sequences
 
     def _has_room_for_longest(self) -> bool:
         """Returns whether a prompt of the greatest length has room; with an encoder, with all of it in either half."""

@@ -11,6 +11,7 @@ from tandem.workers.scheduling.step_time import FIRST_RATE
 from tandem.workers.scheduling.token_pace import TokenPace
 
 PASSED_SECONDS = 1.0  # how long prompts of adapters in slots pass one that waits for a slot
+BESIDE_PART = 16  # beside prompts of a lower level, others get this part of max_batch_tokens
 LEAST_PROMPT_TOKENS = 1  # of each step with prompts, however many decode rows there are
 
 
@@ -138,7 +139,11 @@ class Scheduler:
         if rows:
             chunk = self.pace.chunk_tokens(rows, self.rows.positions, first.computed, self.rows.drafted)
             budget = max(min(budget - rows, chunk), LEAST_PROMPT_TOKENS)
+        levels: list[int] = []
         for request in chain((first,), turns):
+            level = self._order.level_of(request)
+            if levels and level > min(levels):
+                budget = min(budget, self._max_batch_tokens // BESIDE_PART)
             if not budget and chunks:
                 break
             length = min(budget, request.num_tokens - request.computed)
@@ -146,5 +151,6 @@ class Scheduler:
                 length = min(request.least_chunk, request.num_tokens - request.computed)
             if length >= request.least_chunk:
                 chunks.append(Chunk(request, length))
+                levels.append(level)
                 budget = max(budget - length, 0)
         return tuple(chunks)

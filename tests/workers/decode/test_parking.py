@@ -89,6 +89,19 @@ class ParkingPair(LoopPair):
         assert counters.parks >= counters.resumes
 
 
+class RowPair(ParkingPair):
+    """`most` sequences run, and no step has more rows."""
+
+    def __init__(self, folder: Path, *, most: int, **options: Any) -> None:
+        super().__init__(folder, **{"most": most, "max_sequences": (64, 2 * most), **options})
+        self._most_rows = most
+
+    def step_decode(self) -> float | None:
+        wait = super().step_decode()
+        assert len(self.loops[DECODE].scheduler.rows) <= self._most_rows
+        return wait
+
+
 def park_low(pair: ParkingPair, steps: int = 6, **options: Any) -> None:
     """A request runs for some steps, and is parked for one of a lower priority, which is asked for again."""
     pair.begin("low", LOW, NUM_LOW, priority=5, **options)
@@ -230,6 +243,52 @@ def test_what_host_memory_has_no_room_for_runs_on(folder: Path, oracle: dict[str
     assert pair.decode_counters.parks == 0
 
 
+def test_a_request_that_lacks_only_a_sequence_begins_at_once(folder: Path, oracle: dict[str, list[int]]) -> None:
+    """The one that it replaces is copied meanwhile."""
+    pair = RowPair(folder, num_pages=30, most=1)
+    pair.begin("low", LOW, NUM_LOW, priority=5)
+    pair.run_prefill()
+    for _ in range(3):
+        pair.step_decode()
+    pair.begin("high", HIGH, NUM_HIGH)
+    pair.let_go()
+    assert pair.parked == ["low"]
+    pair.end_all()
+    assert pair.all_tokens("high") == oracle["high"]
+    assert pair.all_tokens("low") == oracle["low"]
+    assert (pair.decode_counters.parks, pair.decode_counters.resumes) == (1, 1)
+
+
+def test_a_request_whose_pages_are_lacking_waits_until_others_are_parked(folder: Path) -> None:
+    pair = RowPair(folder, num_pages=12, most=1)
+    park_low(pair)
+    pair.run_prefill()
+    pair.end_all()
+
+
+def test_what_host_memory_has_no_room_for_runs_on_when_a_sequence_is_free(
+    folder: Path, oracle: dict[str, list[int]]
+) -> None:
+    """Two are replaced at a time, and host memory has room for one of them."""
+    pair = RowPair(folder, num_pages=80, most=8, parked_slots=5)
+    for number in range(8):
+        pair.begin(f"low {number}", LOW, NUM_LOW, priority=5)
+    pair.run_prefill()
+    for _ in range(3):
+        pair.step_decode()
+    for number in range(2):
+        pair.begin(f"high {number}", HIGH, NUM_HIGH)
+    with pytest.raises(NoRoom):  # no more are replaced before these are copied
+        pair.begin("high 2", HIGH, NUM_HIGH)
+    pair.run_prefill()
+    pair.end_all()
+    for number in range(8):
+        assert pair.all_tokens(f"low {number}") == oracle["low"]
+    for number in range(2):
+        assert pair.all_tokens(f"high {number}") == oracle["high"]
+    assert pair.decode_counters.parks == pair.decode_counters.resumes == 1
+
+
 def test_requests_that_slide_are_not_parked(folder: Path) -> None:
     pair = ParkingPair(folder)
     pair.begin("low", LOW, 60, 5, replace(pair.params(60), sliding=SlidingWindow(32, 4)))
@@ -340,6 +399,8 @@ CASES: dict[str, dict[str, Any]] = {
     "llama": {},
     "ngram": {"speculation": SpeculationSettings("ngram", 3, 24, 2)},
     "gemma2": {},
+    "few sequences": {"num_pages": 60, "most": 3},
+    "few sequences, little host memory": {"num_pages": 60, "most": 5, "parked_slots": 5},
     "qwen3_next": {"snapshots": SnapshotRule(16, 12), "sharing": True},
     "deepseek_v3": {},
     "deepseek_v4": {},
@@ -355,13 +416,15 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_storms(case: str, tmp_path: Path) -> None:
     family = case.removeprefix("overcommit, ")
-    folder = save_checkpoint("llama" if family in ("ngram", "overcommit") else family, tmp_path)
+    family = "llama" if family in ("ngram", "overcommit") or "sequences" in family else family
+    folder = save_checkpoint(family, tmp_path)
     model, counts = load_oracle(folder), Counter[str]()
     known = ParkingPair(folder, num_pages=200, parking=ParkingSettings(), max_sequences=(64, 64), sharing=False)
     expected: dict[tuple[int, ...], list[int]] = {}
     for seed in range(2):
         late = partial(LateLanes, random=Random(seed), most_looks=8) if seed else None
-        pair = ParkingPair(folder, **{"num_pages": 16, "sharing": bool(seed), "parked_lanes": late, **CASES[case]})
+        kind = RowPair if "most" in CASES[case] else ParkingPair
+        pair = kind(folder, **{"num_pages": 16, "sharing": bool(seed), "parked_lanes": late, **CASES[case]})
         storm = Storm(pair, seed, varied=True)
         storm.run()
         counts["parks"] += pair.decode_counters.parks

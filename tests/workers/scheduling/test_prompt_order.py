@@ -393,3 +393,14 @@ def test_lower_priorities_go_first_and_what_waits_rises(kind: type[Prompt]) -> N
     steps.add(prompt("old", 10, None, now=-280.0, kind=kind, priority=9), prompt("new", 10, None, kind=kind))
     steps.add(prompt("before", 10, None, kind=kind, priority=-1))
     assert steps.run() == ["before", "old", "new"]
+
+
+def test_beside_prompts_of_a_lower_level_others_get_a_sixteenth_of_a_batch() -> None:
+    """So those have their first token soon. Alone, prompts of any level get a whole batch."""
+    steps = Steps(budget=160)
+    low, high = prompt("low", 1000, None), prompt("high", 50, None, priority=-1)
+    steps.add(low, prompt("low too", 1000, None))
+    assert steps.step() == [("low", 160)]
+    steps.add(high)
+    assert steps.step() == [("high", 50), ("low", 10)]
+    assert steps.step() == [("low", 160)]

@@ -1,4 +1,4 @@
-"""What adding LoRA adapters costs the streams that run meanwhile, in a cluster of two workers. Prints JSON.
+"""What adding LoRA adapters costs the streams that run meanwhile, in a cluster of two workers, or of one. Prints JSON.
 
 Requests of unlike lengths arrive at random times, whatever has been answered. Windows take turns: in one of them an
 adapter is added, answers one request and is removed; a quiet one of the same length follows or precedes it. A gap is
@@ -10,6 +10,7 @@ the time between two messages of a stream, and belongs to the window in which it
     ratios                                windows with an addition ÷ quiet ones
 
 On a host with two GPUs that reach each other: --device cuda --model qwen3-8b --rate 20 --seconds 60
+On one GPU, whose worker computes prompts and decodes: --workers 1, too
 """
 
 import argparse
@@ -36,7 +37,7 @@ from tests.benchmarks.results import at_most, percentile, print_result
 from tests.support.client_requests import GREEDY
 from tests.support.local_processes import LocalProcesses
 
-CONFIGS = {"cpu": "local.yaml", "cuda": "gpu-1p1d.yaml"}
+CONFIGS = {("cpu", 2): "local.yaml", ("cuda", 2): "gpu-1p1d.yaml", ("cuda", 1): "gpu-1.yaml"}
 TINY = "tiny"
 DENSE = [name for name, shape in SHAPES.items() if "num_experts" not in shape]
 QUIET, ADDING = "quiet", "adding"
@@ -139,7 +140,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         if given.device == "cpu":
             settings |= {"island.threads_per_worker": 1}
         processes = LocalProcesses() if given.device == "cpu" else None
-        with running_cluster(CONFIGS[given.device], model, settings, processes) as cluster:
+        with running_cluster(CONFIGS[given.device, given.workers], model, settings, processes) as cluster:
             return asyncio.run(_windows(cluster.grpc_address, folder / "adapters", given, budget))
 
 
@@ -183,17 +184,20 @@ def _gaps(seconds: list[float]) -> dict[str, float]:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = benchmark_parser(__file__, __doc__)
-    parser.add_argument("--device", default="cpu", choices=[*CONFIGS])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--workers", type=int, default=2, choices=[1, 2], help="1: on a GPU alone")
     parser.add_argument("--model", default=TINY, choices=[TINY, *DENSE], help="a shape; its weights are random")
     parser.add_argument("--rate", type=float, default=8.0, help="requests a second")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--adapters", type=int, default=20, help="that are added and removed in turn")
     add_seconds(parser)
     given = parser.parse_args(arguments)
+    if (given.device, given.workers) not in CONFIGS:
+        parser.error("--workers 1 needs --device cuda")
     found = measure(given)
     targets = [at_most("p99 of gaps beside additions ÷ quiet", found["ratios"]["gap_p99_ms"], LIMIT)]
-    shown = {name: getattr(given, name) for name in ("device", "model", "rate", "rank")}
-    print_result({**shown, **found, "targets": targets}, given, gpus=2 * int(given.device == "cuda"))
+    shown = {name: getattr(given, name) for name in ("device", "workers", "model", "rate", "rank")}
+    print_result({**shown, **found, "targets": targets}, given, gpus=given.workers * int(given.device == "cuda"))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,10 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Generator
+from contextlib import contextmanager
+from multiprocessing import get_context
+from multiprocessing.sharedctypes import Synchronized
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,40 +60,44 @@ class Traffic:
         self._vocab_size = vocab_size
         mix = MIXES["laptop" if options.model == TINY else "A"]
         self._prompts, self._outputs = mix.prompts, Lengths.uniform(mix.outputs.high, 2 * mix.outputs.high)
-        self._draw = np.random.default_rng(7)
-        self.low_tokens = 0
+        self._lengths = {HIGH: np.random.default_rng(7), LOW: np.random.default_rng(8)}
+        self._tokens = np.random.default_rng()  # of all prompts, so that none begins like another
 
     async def high_class(self, seconds: float, seed: int) -> Numbers:
-        """What is told of the requests of the high class that arrive within `seconds`."""
-        arrivals = random.Random(seed)
+        """What is told of the requests of the high class that arrive within `seconds`. A seed tells when they arrive,
+        and their lengths."""
+        arrivals, self._lengths[HIGH] = random.Random(seed), np.random.default_rng(seed)
         waits: list[asyncio.Task[First]] = []
-        until = time.perf_counter() + seconds
+        begun, arrival = time.perf_counter(), 0.0
         async with asyncio.TaskGroup() as group:
-            while time.perf_counter() < until:
+            while arrival < seconds:
+                await asyncio.sleep(begun + arrival - time.perf_counter())
                 waits.append(group.create_task(self._request(HIGH, HIGH_OUTPUT)))
-                await asyncio.sleep(arrivals.expovariate(self._options.rate))
+                arrival += arrivals.expovariate(self._options.rate)
         return told([task.result() for task in waits])
 
-    async def keep_full(self) -> None:
-        """Sends requests of the low class, one after another in each of --low tasks, until it is cancelled."""
+    async def keep_full(self, received: "Synchronized[int]") -> None:
+        """Sends requests of the low class, one after another in each of --low tasks, until it is cancelled. received:
+        counts their tokens."""
 
         async def one_after_another() -> None:
             while True:
-                await self._request(LOW, self._outputs.sample(self._draw))
+                await self._request(LOW, self._outputs.sample(self._lengths[LOW]), received)
 
         async with asyncio.TaskGroup() as group:
             for _ in range(self._options.low):
                 group.create_task(one_after_another())
 
-    async def _request(self, priority: int, output: int) -> "First":
-        length = self._prompts.sample(self._draw)
-        prompt = self._draw.integers(LOWEST_TOKEN, self._vocab_size, length).tolist()
+    async def _request(self, priority: int, output: int, received: "Synchronized[int] | None" = None) -> "First":
+        length = self._prompts.sample(self._lengths[priority])
+        prompt = self._tokens.integers(LOWEST_TOKEN, self._vocab_size, length).tolist()
         sampling: dict[str, Any] = {"max_tokens": output, "temperature": 0, "ignore_eos": True, "priority": priority}
         sent, first, timings = time.perf_counter(), 0.0, None
         async for update in self._client.generate(prompt, timeout=CALL_SECONDS, **sampling):
             if update.token_ids:
                 first = first or time.perf_counter() - sent
-                self.low_tokens += len(update.token_ids) * (priority == LOW)
+                if received is not None:
+                    received.value += len(update.token_ids)
             timings = update.timings or timings
         assert timings is not None, "the last message has them"
         return First(first, timings.queue_seconds, timings.prefill_seconds)
@@ -127,15 +135,38 @@ async def measure(options: argparse.Namespace, grpc_address: str, http_address: 
         await traffic.high_class(WARM_SECONDS, seed=0)
         quiet = await traffic.high_class(options.window, seed=1)
         print("quiet", json.dumps(quiet), file=sys.stderr, flush=True)
-        low = asyncio.create_task(traffic.keep_full())
-        await asyncio.sleep(2 * WARM_SECONDS)
-        traffic.low_tokens, began, parked = 0, time.perf_counter(), parked_count(http_address)
-        busy = await traffic.high_class(options.window, seed=1)
-        busy["low_tokens_s"] = rounded(traffic.low_tokens / (time.perf_counter() - began))
-        busy["parked"] = parked_count(http_address) - parked
-        low.cancel()
-        await asyncio.wait([low])
+        with low_class(options, grpc_address, vocab_size) as received:
+            await asyncio.sleep(4 * WARM_SECONDS)
+            before, began, parked = received.value, time.perf_counter(), parked_count(http_address)
+            busy = await traffic.high_class(options.window, seed=1)
+            busy["low_tokens_s"] = rounded((received.value - before) / (time.perf_counter() - began))
+            busy["parked"] = parked_count(http_address) - parked
     return {"quiet": quiet, "busy": busy, "to_quiet": rounded(busy["first_token_p99_ms"] / quiet["first_token_p99_ms"])}
+
+
+@contextmanager
+def low_class(options: argparse.Namespace, grpc_address: str, vocab_size: int) -> Generator["Synchronized[int]"]:
+    """The low class, in a process of its own, so that its tokens do not hold up the first tokens that are measured."""
+    spawning = get_context("spawn")
+    received: Synchronized[int] = spawning.Value("q")
+    process = spawning.Process(target=send_low, args=(options, grpc_address, vocab_size, received), daemon=True)
+    process.start()
+    try:
+        yield received
+        assert process.is_alive(), "a request of the low class failed"
+    finally:
+        process.kill()
+        process.join()
+
+
+def send_low(options: argparse.Namespace, address: str, vocab_size: int, received: "Synchronized[int]") -> None:
+    """The process of the low class."""
+
+    async def send() -> None:
+        async with AsyncClient(address) as client:
+            await Traffic(client, options, vocab_size).keep_full(received)
+
+    asyncio.run(send())
 
 
 def main() -> None:

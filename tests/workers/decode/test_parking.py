@@ -423,8 +423,8 @@ def test_storms(case: str, tmp_path: Path) -> None:
     expected: dict[tuple[int, ...], list[int]] = {}
     for seed in range(2):
         late = partial(LateLanes, random=Random(seed), most_looks=8) if seed else None
-        kind = RowPair if "most" in CASES[case] else ParkingPair
-        pair = kind(folder, **{"num_pages": 16, "sharing": bool(seed), "parked_lanes": late, **CASES[case]})
+        options: dict[str, Any] = {"num_pages": 16, "sharing": bool(seed), "parked_lanes": late, **CASES[case]}
+        pair = RowPair(folder, **options) if "most" in options else ParkingPair(folder, **options)
         storm = Storm(pair, seed, varied=True)
         storm.run()
         counts["parks"] += pair.decode_counters.parks

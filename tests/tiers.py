@@ -28,6 +28,7 @@ NOT_UNIT = (
     "tests/chaos",
     "tests/cluster/cli/test_cli.py",
     "tests/cluster/cli/test_doctor.py",
+    "tests/cluster/cli/test_hung_compilers.py",
     "tests/cluster/cli/test_kernel_plan.py",
     "tests/cluster/cli/test_once_a_host.py",
     "tests/cluster/cli/test_preflight.py",

@@ -45,9 +45,15 @@ class WorkerActor:
         """Compiles the kernels that this host lacks, beside the other calls, in a process that ends with this one.
         order: see build_here.py. Returns what is lacking or failed, each with the reason. Raises
         CalledProcessError."""
-        command = [sys.executable, "-m", BUILDER]
-        pipe = subprocess.PIPE
-        done = subprocess.run(command, input=order, stdout=pipe, text=True, check=True, timeout=BUILD_SECONDS)
+        done = subprocess.run(
+            [sys.executable, "-m", BUILDER, str(os.getpid())],
+            input=order,
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+            timeout=BUILD_SECONDS,
+            start_new_session=True,  # which it may end as a whole
+        )
         return json.loads(done.stdout)
 
     def load(self) -> None:

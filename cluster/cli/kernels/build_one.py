@@ -1,6 +1,8 @@
-"""`python -m tandem.cluster.cli.kernels.build_one ORDER`: compiles one thing, in a process whose memory goes with it.
+"""`python -m tandem.cluster.cli.kernels.build_one ORDER PARENT`: compiles one thing, in a process of its own, whose
+memory goes with it.
 
-ORDER is JSON, as cluster/cli/kernels/plan.py writes it. What a compiler said stands on stderr, and the exit code is 1.
+ORDER is JSON, as cluster/cli/kernels/plan.py writes it. PARENT is the pid of the process that started this one. When
+the parent ends, this process and its compilers do, too. What a compiler said stands on stderr, and the exit code is 1.
 """
 
 import json
@@ -10,6 +12,7 @@ import sys
 from pathlib import Path
 
 from tandem.cache.kernels.build.build_once import cache_folder, reason_of
+from tandem.cluster.cli.kernels.parent_watch import end_with
 
 
 def build(order: dict[str, dict[str, object]]) -> None:
@@ -39,6 +42,7 @@ def build(order: dict[str, dict[str, object]]) -> None:
 
 
 def main() -> int:
+    end_with(int(sys.argv[2]))
     try:
         build(json.loads(sys.argv[1]))
     except (OSError, subprocess.SubprocessError, RuntimeError, ImportError) as error:

@@ -1,5 +1,6 @@
 """Compiles what a cluster needs, side by side within the host's memory, and reports the progress."""
 
+import math
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from tandem.cluster.config.cluster_config import ClusterConfig
 
 LINE_SECONDS = 10.0  # between two lines while nothing begins or ends
 POLL_SECONDS = 0.1
+STALL_SECONDS = 600.0  # a start goes on once no build has ended for so long
 MOST_SAID = 300  # characters of what a compiler said, its last ones
 
 Say = Callable[[str], None]
@@ -44,7 +46,7 @@ def start(build: Build, jobs: int) -> Running:
     """The one place that runs a compiler: a process of its own, with `jobs` compilers at most."""
     errors = tempfile.TemporaryFile()  # noqa: SIM115  # Running owns it
     process = subprocess.Popen(
-        [sys.executable, "-m", "tandem.cluster.cli.kernels.build_one", build.order],
+        [sys.executable, "-m", "tandem.cluster.cli.kernels.build_one", build.order, str(os.getpid())],
         env=os.environ | {"MAX_JOBS": str(jobs)},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -60,10 +62,12 @@ def build_all(
     say: Say,
     start: Callable[[Build, int], Running] = start,
     check: Check = lambda: None,
+    stall_seconds: float = math.inf,
 ) -> list[str]:
-    """Builds all, and returns what failed: title and reason. A failure ends no other; an exception ends all."""
+    """Builds all, and returns what failed: title and reason. A failure ends no other; an exception ends all, and so do
+    `stall_seconds` in which no build ended."""
     waiting, running, failed = list(builds), list[Running](), list[str]()
-    began = said = time.monotonic()
+    began = said = got_on = time.monotonic()
     done = 0
     try:
         while waiting or running:
@@ -77,6 +81,10 @@ def build_all(
                 running.remove(one)
                 done += 1
                 failed += _end(one, say)
+                got_on = time.monotonic()
+            if time.monotonic() - got_on > stall_seconds:
+                left = [*(one.build for one in running), *waiting]
+                return failed + [f"{build.title}: no build ended for {stall_seconds:.0f} s" for build in left]
             if running and time.monotonic() - said >= LINE_SECONDS:
                 said = time.monotonic()
                 titles = ", ".join(one.build.title for one in running)
@@ -85,11 +93,20 @@ def build_all(
             time.sleep(POLL_SECONDS if running else 0)
     finally:
         for one in running:
-            with suppress(ProcessLookupError):
-                os.killpg(one.process.pid, signal.SIGKILL)
-            one.process.wait()
-            one.errors.close()
+            _kill(one)
     return failed
+
+
+def _kill(one: Running) -> None:
+    """Ends a build with its compilers."""
+    _kill_compilers(one)
+    one.process.wait()
+    one.errors.close()
+
+
+def _kill_compilers(one: Running) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(one.process.pid, signal.SIGKILL)
 
 
 def _end(one: Running, say: Say) -> list[str]:
@@ -102,6 +119,7 @@ def _end(one: Running, say: Say) -> list[str]:
     if code == 0:
         say(f"built {one.build.title} in {seconds:.0f} s")
         return []
+    _kill_compilers(one)  # a compiler that took too long was killed, and those that it had started were not
     if code < 0:
         reason = f"ended by signal {-code}" + (", which the kernel sends when memory runs out" if code == -9 else "")
     lines = " ".join(reason.split())[-MOST_SAID:]

@@ -12,7 +12,7 @@ from functools import partial
 
 from tandem.cache.kernels.build.build_once import cache_folder, locked, share_triton_cache
 from tandem.cache.kernels.build.side_by_side import Build, read_budget
-from tandem.cluster.cli.kernels.builds import Check, Running, Say, build_all, plan_for, start
+from tandem.cluster.cli.kernels.builds import STALL_SECONDS, Check, Running, Say, build_all, plan_for, start
 from tandem.cluster.cli.kernels.plan import KernelPlan
 from tandem.cluster.config.cluster_config import ClusterConfig
 from tandem.cluster.errors import UsageError
@@ -43,7 +43,9 @@ def build_beside(config: ClusterConfig, say: Say) -> Future[None]:
         error: BaseException | None = None
         try:
             with suppress(UsageError):  # GPUs of several kinds, or of another host
-                for reason in build_once_a_host(partial(plan_for, config), say, check, partial(build, NICENESS)):
+                for reason in build_once_a_host(
+                    partial(plan_for, config), say, check, partial(build, NICENESS, STALL_SECONDS)
+                ):
                     say(f"not built ahead: {reason}")
         except BaseException as raised:
             error = raised
@@ -67,8 +69,8 @@ def build_once_a_host(plan: Callable[[], KernelPlan], say: Say, check: Check, bu
         return [*found.lacking, *(builder(found, say, check) if found.missing else ())]
 
 
-def build(niceness: int, plan: KernelPlan, say: Say, check: Check) -> list[str]:
-    """The Builder that runs compilers."""
+def build(niceness: int, stall_seconds: float, plan: KernelPlan, say: Say, check: Check) -> list[str]:
+    """The Builder that runs compilers. stall_seconds: see build_all()."""
 
     def begin(one: Build, jobs: int) -> Running:
         running = start(one, jobs)
@@ -76,7 +78,7 @@ def build(niceness: int, plan: KernelPlan, say: Say, check: Check) -> list[str]:
             os.setpriority(os.PRIO_PGRP, running.process.pid, min(os.nice(0) + niceness, LEAST_URGENT))
         return running
 
-    return build_all(plan.missing, read_budget(), say, begin, check)
+    return build_all(plan.missing, read_budget(), say, begin, check, stall_seconds)
 
 
 class _Waiting:

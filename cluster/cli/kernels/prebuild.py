@@ -1,5 +1,6 @@
 """`tandem build-kernels`: compiles ahead of a start, into a folder that like hosts can use."""
 
+import math
 import os
 import sys
 import time
@@ -34,7 +35,7 @@ def prebuild(config: ClusterConfig, output: Path | None, gpu: str | None, *, dry
         for reason in plan.lacking:
             print(f"lacking  {reason}")
         return
-    lacking = build_once_a_host(partial(plan_for, config, gpu), _say, lambda: None, partial(build, 0))
+    lacking = build_once_a_host(partial(plan_for, config, gpu), _say, lambda: None, partial(build, 0, math.inf))
     built = len(plan.missing) - len(lacking) + len(plan.lacking)
     print(f"{built} built, {len(plan.there)} there, in {time.monotonic() - began:.0f} s: {cache_folder()}")
     if lacking:

@@ -30,10 +30,12 @@ from tandem.cluster.cli.kernels.builds import Running, build_all
 from tandem.cluster.cli.kernels.plan import TARGETS, Target, choose_target, plan_kernels
 from tandem.cluster.config.cluster_config import load_config
 from tandem.cluster.errors import ConfigError, UsageError
+from tandem.cluster.processes.process_tree import started_at
 from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.workers.models.registry import load_config as load_model
 from tandem.workers.runner.kernel_plan import plan_cubins
 from tandem.workers.weights.formats.format import Quantization
+from tests.support.waiting import until
 
 HOPPER, AMPERE = (9, 0), (8, 0)
 QWEN3_06B = {
@@ -290,6 +292,16 @@ class TestBuilding:
         assert sorted(scripts) == [("bad", 2), ("good", 2), ("killed", 2)]
         assert any(line.startswith("building good (1 of 3), ") for line in said)
         assert any(line.startswith("built good in ") for line in said)
+
+    @pytest.mark.usefixtures("scripts")
+    def test_a_build_that_fails_leaves_no_compiler_behind(self, tmp_path: Path) -> None:
+        pid = tmp_path / "pid"
+        order = (
+            "import subprocess, sys; child = subprocess.Popen(['sleep', '600'], stderr=subprocess.DEVNULL);"
+            f"open({str(pid)!r}, 'w').write(str(child.pid)); sys.exit('took too long')"
+        )
+        assert build_all([Build("bad", order)], Budget(GIB, 1), print, builds.start) == ["bad: took too long"]
+        until(lambda: not started_at(int(pid.read_text())))
 
     @pytest.mark.usefixtures("scripts")
     def test_a_signal_ends_compilers_too(self, monkeypatch: pytest.MonkeyPatch) -> None:

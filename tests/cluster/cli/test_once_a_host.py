@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import os
 import subprocess
 import sys
 import threading
@@ -167,18 +166,15 @@ class TestBeside:
                     built.result(30)
 
 
-def test_another_host_builds_until_who_asked_has_ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_host_builds_as_the_launchers_does(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     order = load_config(None, {}).model_dump_json(include=SECTIONS)
     monkeypatch.setattr(build_here, "plan_for", lambda _: KernelPlan((Build("kernel", SLEEP),), (), ("c: no nvcc",)))
 
-    def builder(niceness: int, plan: KernelPlan, say: Say, check: Check) -> list[str]:
-        check()
+    def builder(niceness: int, stall_seconds: float, plan: KernelPlan, say: Say, check: Check) -> list[str]:
         return [f"{build.title}: niceness {niceness}" for build in plan.missing]
 
     monkeypatch.setattr(build_here, "build", builder)
-    assert build_here.build_here(order, os.getppid()) == ["c: no nvcc", "kernel: niceness 10"]
-    with pytest.raises(CancelledError):
-        build_here.build_here(order, 0)
+    assert build_here.build_here(order) == ["c: no nvcc", "kernel: niceness 10"]
 
 
 def test_a_file_is_made_by_one_process_and_others_wait_for_it(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Kernels of other hosts: who is asked to compile, and who waits."""
 
+import os
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
@@ -95,6 +96,11 @@ def test_no_forward_comes_before_the_kernels_of_its_host(tmp_path: Path) -> None
     assert len(workers) == 2
 
 
-def test_a_worker_runs_the_builder_of_its_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_actor, "BUILDER", "json.tool")  # prints its input
-    assert WorkerActor.build(cast(WorkerActor, None), '["k: no nvcc"]') == ["k: no nvcc"]
+def test_a_worker_runs_the_builder_of_its_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "echo.py").write_text(
+        "import json, os, sys; print(json.dumps([sys.stdin.read(), os.getppid(), *sys.argv]))"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(worker_actor, "BUILDER", "echo")
+    order, parent, _, *arguments = WorkerActor.build(cast(WorkerActor, None), "order")
+    assert (order, arguments) == ("order", [str(parent)])

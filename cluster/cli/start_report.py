@@ -18,6 +18,7 @@ PHASES = {
     "ray": "starting Ray",
     "processes, imports": "starting the workers' processes, which import",
     "weights": "reading weights",
+    "memory": "running the largest forward, and measuring the room for pages",
     "builds": "waiting for kernels that are being compiled",
     "island": "opening the workers' memory to each other",
     "kernels": "warming up kernels; those that no start has compiled here take minutes on a GPU",

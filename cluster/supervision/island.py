@@ -60,6 +60,7 @@ class Island:
         self._group: ProcessGroup | None = None  # shared with the epoch whose processes these are
         self._members: list[ActorProcess] = []  # in the order of their PEs and ranks
         self._loads: dict[ActorProcess, Future[Any]] = {}
+        self._fitting = 0  # pages; see _measure()
         self._replacements: set[str] = set()  # names
         self._addresses: tuple[WorkerAddress, ...] = ()  # once the island is formed
         self.built: Future[None] | None = None  # kernels that this host compiles; None: it has all
@@ -101,13 +102,16 @@ class Island:
         self._group, before._group, before._members = before._group, None, []
 
     def load(self) -> None:
-        """Reads the weights, see progress(). Returns once all hosts have the kernels that workers need."""
+        """Reads the weights, see progress(), and measures the room beside them. Returns once all hosts have the kernels
+        that workers need."""
         built = [*self._builds(self._members), *([] if self.built is None else [self.built])]
         with self.clock.phase("weights"):
             for member in self._members:
                 if member not in self._loads:
                     self._loads[member] = member.call("load")
             self._results(list(self._loads.values()))
+        with nullcontext() if utilization_to_fill(self._config) is None else self.clock.phase("memory"):
+            self._fitting = self._measure(self._members)  # Triton compiles in this forward, beside the other compilers
         if built:
             with nullcontext() if all(one.done() for one in built) else self.clock.phase("builds"):
                 self._liveness.results(built, math.inf)
@@ -141,7 +145,7 @@ class Island:
         num_pages: of an earlier epoch. The gateway admits requests by it, so fewer pages are StartFailed.
         """
         with self.clock.phase("island"):
-            self.num_pages = self._agree(self._members, num_pages)
+            self.num_pages = self._agree(self._fitting, num_pages)
             self._join()
         with self.clock.phase("kernels"):
             return self._serve()
@@ -165,7 +169,7 @@ class Island:
             self._ask(started, "load")
             self._liveness.results(built, math.inf)
             if started:
-                self._agree(started, before.num_pages)
+                self._agree(self._measure(started), before.num_pages)
         except BaseException as error:
             before._liveness.forget(started)
             before._group.shrink(started)
@@ -272,14 +276,18 @@ class Island:
         place = f"{worker.island}.{worker.epoch}/{worker.pe}" if worker.ranks else ""
         return ActorSpec(name, WorkerActor, worker, worker_modules(worker.device), place)
 
-    def _agree(self, members: Sequence[ActorProcess], num_pages: int | None) -> int:
-        """Returns the pages of every pool, by these members' room. StartFailed for fewer than num_pages."""
+    def _measure(self, members: Sequence[ActorProcess]) -> int:
+        """Returns the number of pages for which each of these members has room. On a GPU they first run their largest
+        forward, which has no attention, unless the configuration sets the number."""
         utilization = utilization_to_fill(self._config)
         rooms = [] if utilization is None else self._ask(members, "pages_that_fit", utilization)
-        fitting_all = agreed_pages(self._config, rooms, self._max_model_len)
-        if num_pages is not None and fitting_all < num_pages:
-            raise StartFailed(f"there is room for {fitting_all} pages; the island had {num_pages} before")
-        return num_pages or fitting_all
+        return agreed_pages(self._config, rooms, self._max_model_len)
+
+    def _agree(self, fitting: int, num_pages: int | None) -> int:
+        """Returns the pages of every pool. fitting: see _measure(). StartFailed if these are fewer than num_pages."""
+        if num_pages is not None and fitting < num_pages:
+            raise StartFailed(f"there is room for {fitting} pages; the island had {num_pages} before")
+        return num_pages or fitting
 
     def _join(self) -> None:
         self._all("join", self._open(self._members))

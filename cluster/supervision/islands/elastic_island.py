@@ -144,7 +144,7 @@ class ElasticIsland(Island):
         self._results([self._loads[member] for member in loading])
         self._liveness.results(built, math.inf)
         if loading:
-            self._agree(loading, self.num_pages)
+            self._agree(self._measure(loading), self.num_pages)
         self._meet(new, epoch)
         known = {address.pe: address for address in self._addresses}
         for (worker, _), address in zip(new, self._listen(joining), strict=True):

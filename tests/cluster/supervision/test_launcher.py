@@ -1,5 +1,6 @@
 """Tests what a cluster finds out before it starts anything."""
 
+import itertools
 import json
 import shutil
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.workers.config import WorkerConfig
 from tandem.workers.models.registry import load_config as load_model_config
 from tandem.workers.runner.model_cache import kv_layout
-from tests.cluster.fake_processes import FakeProcess, FakeProcesses
+from tests.cluster.fake_processes import FakeProcess, FakeProcesses, room_of_each
 from tests.support.checkpoints import make_model
 from tests.support.draft_heads import save_eagle3, save_mtp
 from tests.support.waiting import until
@@ -255,6 +256,32 @@ def test_workers_wait_for_kernels_after_their_weights(tmp_path: Path) -> None:
     cluster.stop()
     assert phases.index("weights") < phases.index("builds") < phases.index("island")
     assert "builds" in cluster.clock.seconds
+
+
+def test_the_largest_forward_does_not_wait_for_kernels_of_attention(tmp_path: Path) -> None:
+    """Its own kernels compile beside those, and a GPU that is too small is told before they are ready."""
+    make_checkpoint(tmp_path / "model", dtype="bfloat16")
+    on_gpus = {"island.device": "cuda", "island.transport": "nixl"}
+    values = {"model.path": str(tmp_path / "model"), "gateway.port": 0, **on_gpus}
+    processes, built = FakeProcesses(answers=room_of_each(itertools.repeat(200))), Future[None]()
+    cluster = Cluster(load_config(None, values), processes)
+    called: list[str] = []
+
+    def look(_: object) -> None:
+        if not built.done():
+            until(lambda: "builds" in phases)
+            called.extend(method for part in ("prefill", "decode") for method, _ in named(processes, part).calls)
+            built.set_result(None)
+
+    phases: list[str] = []
+    cluster.clock.listener = phases.append
+    cluster.start(look, lambda: built)
+    cluster.stop()
+    assert called.count("pages_that_fit") == 2
+    assert "open" not in called
+    assert [phase for phase in phases if phase in ("memory", "builds", "island")] == ["memory", "builds", "island"]
+    calls = [method for part in ("prefill", "decode") for method, _ in named(processes, part).calls]
+    assert calls.count("pages_that_fit") == 2
 
 
 def test_kernels_that_are_there_have_no_phase_and_a_failed_plan_ends_the_start(tmp_path: Path) -> None:

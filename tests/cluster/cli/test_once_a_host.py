@@ -5,9 +5,11 @@ import fcntl
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -150,6 +152,17 @@ class TestBeside:
         assert built.cancel()
         assert scripts[0].process.wait(30) == -9
         until(lambda: "builds" not in [thread.name for thread in threading.enumerate()])
+
+    def test_it_goes_on_without_a_compiler_that_hangs(
+        self, scripts: list[Running], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.plans(monkeypatch, SLEEP)
+        jumping = SimpleNamespace(sleep=time.sleep, monotonic=lambda: time.monotonic() + 3600 * len(scripts))
+        monkeypatch.setattr(builds, "time", jumping)
+        said: list[str] = []
+        build_beside(load_config(None, {}), said.append).result(60)
+        assert "not built ahead: kernel 0: no build ended for 600 s" in said
+        assert scripts[0].process.returncode == -9
 
     def test_an_error_of_the_plan_is_the_futures(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for error in (ValueError("no such type"), UsageError("this host has no GPU")):

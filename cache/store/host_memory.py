@@ -10,7 +10,7 @@ from math import gcd
 
 import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 log = logging.getLogger(__name__)
 OS_PAGE = 4096  # shelves are aligned to it, and pieces share none
@@ -31,33 +31,37 @@ class Piece:
 
 @dataclass(eq=False)
 class Pinning:
-    """Progress of the pinning thread. slots: usable slots of each shelf. begun: the first byte of each pinned piece.
-    error: why it stopped early."""
+    """Progress of the pinning thread, which keeps no tensor alive. setting: see HostMemory. address, num_bytes: of the
+    memory. slots: usable slots of each shelf. begun: the address of each pinned piece. error: why it stopped early."""
 
+    setting: str
+    address: int
+    num_bytes: int
     slots: list[int]
     begun: list[int] = field(default_factory=list)
     error: str = ""
     changed: threading.Condition = field(default_factory=threading.Condition)
     stop: threading.Event = field(default_factory=threading.Event)
 
-    def run(self, memory: Tensor, pieces: Sequence[Piece], device: torch.device) -> None:
+    def run(self, pieces: Sequence[Piece], device: torch.device) -> None:
         torch.cuda.set_device(device)
         cudart, pinned = torch.cuda.cudart(), 0
         assert cudart is not None
         for piece in pieces:
             if self.stop.is_set():
                 return
-            status = int(cudart.cudaHostRegister(memory[piece.begin].data_ptr(), piece.end - piece.begin, PORTABLE))
+            address, num_bytes = self.address + piece.begin, piece.end - piece.begin
+            status = int(cudart.cudaHostRegister(address, num_bytes, PORTABLE))
             with self.changed:
                 if status:
                     self.error = (
-                        f"cache.host_bytes: of {memory.numel()} bytes this host could pin {pinned}; set no more (CUDA "
+                        f"{self.setting}: of {self.num_bytes} bytes this host could pin {pinned}; set no more (CUDA "
                         f"error {status})"
                     )
                     log.error("%s", self.error)
                 else:
-                    pinned += piece.end - piece.begin
-                    self.begun.append(piece.begin)
+                    pinned += num_bytes
+                    self.begun.append(address)
                     self.slots[piece.shelf] = piece.slots
                 self.changed.notify_all()
             if status:
@@ -68,21 +72,24 @@ class HostMemory:
     """`[num_slots, slot_bytes]` for each shelf, in one mapping that takes no memory before it is used.
 
     For a GPU, a thread pins it piece by piece during the worker's start and after, all shelves in proportion. torch
-    would round the size of pinned memory up to a power of two.
+    would round the size of pinned memory up to a power of two. The memory stays mapped and pinned as long as any of its
+    tensors exists.
     """
 
-    def __init__(self, num_slots: Sequence[int], slot_bytes: Sequence[int], device: torch.device) -> None:
-        """device: of the pools. Raises MemoryError if the host has less memory."""
+    def __init__(self, num_slots: Sequence[int], slot_bytes: Sequence[int], device: torch.device, setting: str) -> None:
+        """device: of the pools. setting: the name that errors give to the memory's size. Raises MemoryError if the host
+        has less memory."""
         sizes = [-(-count * size // OS_PAGE) * OS_PAGE for count, size in zip(num_slots, slot_bytes, strict=True)]
         begins = np.cumsum([0, *sizes]).tolist()
-        self.memory = _map(max(begins[-1], 1))
+        mapped = _map(max(begins[-1], 1), setting)
+        self.memory = torch.from_numpy(mapped)
         """uint8 [num_bytes]."""
         self.shelves = [
             self.memory[begin : begin + count * size].view(count, size)
             for begin, count, size in zip(begins, num_slots, slot_bytes, strict=False)
         ]
         """uint8 [num_slots, slot_bytes] each."""
-        self._pinning = Pinning(list(num_slots))
+        self._pinning = pinning = Pinning(setting, self.memory.data_ptr(), self.memory.numel(), list(num_slots))
         if device.type == "cuda":
             pieces = [
                 piece
@@ -90,10 +97,9 @@ class HostMemory:
                 for piece in pieces_of(shelf, begin, *of)
             ]
             pieces.sort(key=lambda piece: piece.slots / num_slots[piece.shelf])
-            self._pinning.slots = [0] * len(sizes)
-            what = self.memory, pieces, device
-            thread = threading.Thread(target=self._pinning.run, args=what, name="pin", daemon=True)
-            weakref.finalize(self, _unpin, thread, self._pinning, self.memory)
+            pinning.slots = [0] * len(sizes)
+            thread = threading.Thread(target=pinning.run, args=(pieces, device), name="pin", daemon=True)
+            weakref.finalize(mapped, _unpin, thread, pinning)  # all tensors hold this array
             thread.start()
 
     def await_slot(self, shelf: int, slot: int) -> None:
@@ -129,19 +135,19 @@ def pieces_of(shelf: int, begin: int, num_slots: int, slot_bytes: int) -> list[P
     ]
 
 
-def _map(num_bytes: int) -> Tensor:
+def _map(num_bytes: int, setting: str) -> NDArray[np.uint8]:
     try:
         mapped = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError, ValueError) as error:
-        raise MemoryError(f"cache.host_bytes: this host has no {num_bytes} bytes left; set fewer: {error}") from error
+        raise MemoryError(f"{setting}: this host has no {num_bytes} bytes left; set fewer: {error}") from error
     mapped.madvise(mmap.MADV_DONTFORK)  # after a fork, copy-on-write would replace the pinned pages
-    return torch.from_numpy(np.frombuffer(mapped, np.uint8))
+    return np.frombuffer(mapped, np.uint8)
 
 
-def _unpin(thread: threading.Thread, pinning: Pinning, memory: Tensor) -> None:
+def _unpin(thread: threading.Thread, pinning: Pinning) -> None:
     pinning.stop.set()
     thread.join()
     cudart = torch.cuda.cudart()
     assert cudart is not None
-    for begin in pinning.begun:
-        cudart.cudaHostUnregister(memory[begin].data_ptr())
+    for address in pinning.begun:
+        cudart.cudaHostUnregister(address)

@@ -41,7 +41,7 @@ class HostStore:
         if len(num_slots) != len(pools) or min(num_slots) < 0:
             raise InvalidArgument(f"num_slots is {tuple(num_slots)}; it must be {len(pools)} counts of at least 0")
         self.page_bytes = [pool[0].nbytes for pool in pools]
-        self._memory = HostMemory(num_slots, self.page_bytes, pools[0].device)
+        self._memory = HostMemory(num_slots, self.page_bytes, pools[0].device, "cache.host_bytes")
         self._shelves = [Shelf(0 if grows else count) for count in num_slots]
         self._num_slots, self._is_wide = tuple(num_slots), not grows
         words = [words_of(pool) for pool in pools]

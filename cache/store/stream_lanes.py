@@ -1,6 +1,8 @@
 """Copies by the copy engines, on two CUDA streams."""
 
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -48,7 +50,8 @@ class StreamCopy:
 
 
 class StreamLanes:
-    """Lanes on a GPU. The store's memory must be pinned where they copy."""
+    """Lanes on a GPU. They hold the pools and the stores' memory, which must be pinned where they copy, and end once
+    their copies are done."""
 
     def __init__(
         self,
@@ -61,8 +64,7 @@ class StreamLanes:
         bytes. layers: of each group. begins: the first layer of each stage."""
         self._device = pools[0].device
         self._streams = [torch.cuda.Stream(self._device) for _ in range(2)]
-        self._pools = [pool.data_ptr() for pool in pools]
-        self._memories = list[list[int]]()
+        self._pools, self._memories = pools, list[Sequence[Tensor]]()
         self.extend(memory)
         self._page_bytes = [pool[0].nbytes for pool in pools]
         self._cuts = [strips(group, nbytes, begins) for group, nbytes in zip(layers, self._page_bytes, strict=True)]
@@ -90,7 +92,8 @@ class StreamLanes:
         return StreamCopy(began, events)
 
     def extend(self, memory: Sequence[Tensor]) -> None:
-        self._memories.append([slots.data_ptr() for slots in memory])
+        self._memories.append(memory)
+        weakref.finalize(self, _finish, self._streams)  # once a memory: at exit, the newest finalizer runs first
 
     def _part(self, moves: Moves, stage: int | None) -> tuple[Int64Array, Int64Array, Int64Array]:
         """Addresses in memory and in the pool, and byte counts, for a stage; None: for all layers."""
@@ -100,14 +103,20 @@ class StreamLanes:
         pages, slots = (places.astype(np.int64) * self._page_bytes[group] for places in (moves.pages, moves.slots))
         if begin == end:
             pages = slots = pages[:0]
-        in_memory, in_pools = self._memories[moves.memory][group] + slots, self._pools[group] + pages
-        return in_memory + begin, in_pools + begin, np.full(pages.size, end - begin)
+        memory, pool = self._memories[moves.memory][group].data_ptr(), self._pools[group].data_ptr()
+        return memory + slots + begin, pool + pages + begin, np.full(pages.size, end - begin)
 
     @staticmethod
     def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record(stream)
         return event
+
+
+def _finish(streams: Sequence[torch.cuda.Stream]) -> None:
+    with suppress(RuntimeError):  # the device has failed, and nothing runs on it any more
+        for stream in streams:
+            stream.synchronize()
 
 
 def strips(layers: Sequence[int], page_bytes: int, begins: Sequence[int]) -> list[int]:

@@ -1,53 +1,27 @@
 """Memory that a thread pins beside the start: the part that may be used, with a driver that pins what the test says."""
 
+import gc
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from tandem.cache.store import host_memory
 from tandem.cache.store.host_memory import HostMemory
 from tandem.cache.store.host_store import HostStore
 from tandem.cache.store.page_store import NamedPages
+from tests.cache.store.pinning import Driver, pin_by
 
 SLOTS, SLOT_BYTES = (40, 12), (4096, 1000)
 
 
-class Driver:
-    """Pins `most` pieces, and refuses more."""
-
-    def __init__(self, most: int) -> None:
-        self.pinned: dict[int, int] = {}
-        self._most = most
-
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
-        assert flags == 1
-        if len(self.pinned) == self._most:
-            return 2
-        assert not any(address < begin + taken and begin < address + size for begin, taken in self.pinned.items())
-        self.pinned[address] = size
-        return 0
-
-    def cudaHostUnregister(self, address: int) -> int:
-        del self.pinned[address]
-        return 0
-
-
-@pytest.fixture
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "PIECE_BYTES", 4 * 4096)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
-
-
 def pinned_by(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> HostMemory:
-    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-    return HostMemory(SLOTS, SLOT_BYTES, torch.device("cuda"))
+    pin_by(driver, monkeypatch)
+    return HostMemory(SLOTS, SLOT_BYTES, torch.device("cuda"), "cache.host_bytes")
 
 
-@pytest.mark.usefixtures("small_pieces")
 def test_all_of_it_is_pinned_and_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    driver = Driver(99)
+    driver = Driver()
     memory = pinned_by(driver, monkeypatch)
     memory.await_slot(0, 39)
     memory.await_slot(1, 11)
@@ -59,9 +33,8 @@ def test_all_of_it_is_pinned_and_let_go(monkeypatch: pytest.MonkeyPatch) -> None
     assert not driver.pinned
 
 
-@pytest.mark.usefixtures("small_pieces")
 def test_what_the_host_refuses_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    driver = Driver(3)
+    driver = Driver(most=3)
     memory = pinned_by(driver, monkeypatch)
     with pytest.raises(
         MemoryError, match=r"cache\.host_bytes: of 176128 bytes this host could pin \d+; set no more"
@@ -73,6 +46,21 @@ def test_what_the_host_refuses_is_not_used(monkeypatch: pytest.MonkeyPatch, capl
     assert 0 < used <= sum(driver.pinned.values())
     assert "could pin" in caplog.text
     del memory
+    assert not driver.pinned
+
+
+def test_a_view_of_it_keeps_it_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lanes that copy to a shelf hold nothing else of the memory."""
+    driver = Driver()
+    memory = pinned_by(driver, monkeypatch)
+    memory.await_slot(0, 39)
+    memory.await_slot(1, 11)
+    shelf = memory.shelves[1]
+    del memory
+    gc.collect()
+    assert driver.pinned
+    shelf[3] = 7
+    del shelf
     assert not driver.pinned
 
 

@@ -2,6 +2,8 @@
 copies at once."""
 
 import ctypes
+import gc
+import weakref
 from contextlib import nullcontext
 from math import gcd
 
@@ -11,8 +13,9 @@ import torch
 
 from tandem.cache.store import stream_lanes
 from tandem.cache.store.copies import Moves
-from tandem.cache.store.host_memory import OS_PAGE, PIECE_BYTES, pieces_of
+from tandem.cache.store.host_memory import OS_PAGE, PIECE_BYTES, HostMemory, pieces_of
 from tandem.cache.store.stream_lanes import StreamLanes, stages_of
+from tests.cache.store.pinning import Driver, pin_by
 
 
 class Stream:
@@ -26,6 +29,9 @@ class Stream:
 
     def wait_event(self, event: object) -> None:
         self.waited.append(event)
+
+    def synchronize(self) -> None:
+        pass
 
 
 class Event:
@@ -85,6 +91,30 @@ def test_what_follows_has_one_end(current: Stream) -> None:
     assert current.waited == copy.events
     assert len(lanes.copy([Moves(0, places(1), places(1))], [], up=False, last=lambda: done.append(2)).events) == 1
     assert done == [1, 2]
+
+
+@pytest.mark.usefixtures("current")
+def test_memory_is_let_go_after_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lanes hold the pools and the memory, and end once their copies are done."""
+    driver, pinned_at_ends = Driver(), list[int]()
+    pin_by(driver, monkeypatch)
+    monkeypatch.setattr(Stream, "synchronize", lambda _: pinned_at_ends.append(len(driver.pinned)))
+    memory, pool = (
+        HostMemory([4], [OS_PAGE], torch.device("cuda"), "cache.parked_bytes"),
+        torch.randn(4, 1, OS_PAGE // 4),
+    )
+    memory.await_slot(0, 3)
+    held = weakref.ref(pool)
+    lanes = StreamLanes([pool], memory.shelves, [(0,)], [0])
+    del memory, pool
+    gc.collect()
+    assert held() is not None
+    assert driver.pinned
+    lanes.copy([Moves(0, places(1), places(1))], [], up=False)
+    assert not pinned_at_ends
+    del lanes
+    gc.collect()
+    assert (pinned_at_ends, held(), driver.pinned) == ([1, 1], None, {})
 
 
 @pytest.mark.parametrize(

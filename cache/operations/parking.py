@@ -36,7 +36,7 @@ class ParkingCalls(Parts):
         self._parked, self._parked_rows = store, dict[int, ParkedRow]()
 
     def can_park(self, sequence: int) -> bool:
-        """Whether the sequence is one that park() takes, and the store has room for it now."""
+        """Whether the sequence is one that park() takes, and the store has room for it that is pinned by now."""
         if self._parked is None or self._not_parkable(sequence):
             return False
         return self._parked.fits([pages.size for pages in self._pages_in_use(self._table.row(sequence))])
@@ -48,7 +48,8 @@ class ParkingCalls(Parts):
     def park(self, sequence: int) -> None:
         """Begins to copy a sequence, which can_park(), into the store. It stays until it is removed; a sequence of the
         same id then comes back with resume(). Its pages may be removed at once: forwards and sends that write them wait
-        for the copies, and peers by copies_past()."""
+        for the copies, and peers by copies_past(). On a rank or in a replay whose memory is pinned later, park() waits
+        for that; it raises MemoryError if the host could not pin it."""
         if self._parked is None:
             raise InvalidArgument("the cache has no store for parked sequences; keep_parked() gives it one")
         if reason := self._not_parkable(sequence):
@@ -56,7 +57,7 @@ class ParkingCalls(Parts):
         row, table = self._table.row(sequence), self._table
         pages = self._pages_in_use(row)
         counts = np.array([ids.size for ids in pages], np.int64)
-        if not self._parked.fits(counts.tolist()):
+        if not self._parked.has_room(counts.tolist()):
             raise InvalidArgument(f"sequence {sequence} has {counts.tolist()} pages; the store has no room for them")
         self._parked.put(sequence, pages)
         begins = np.array([int(group.begins[row]) for group in table.groups], np.int64)
@@ -95,6 +96,11 @@ class ParkingCalls(Parts):
         if self._parked is not None:
             self._parked.drop(sequence)
             self._parked_rows.pop(sequence, None)
+
+    @property
+    def bytes_in_copies(self) -> int:
+        """The bytes of parked sequences that are being copied, to the store and back."""
+        return 0 if self._parked is None else self._parked.bytes_in_copies
 
     def _pages_in_use(self, row: int) -> PageIds:
         """Returns for each group the pages of a row that hold entries. Later pages are only reserved."""

@@ -219,11 +219,6 @@ class SequenceCalls(Parts):
         """Whether a store is there, of evicted pages or of parked sequences."""
         return self._pools.copies is not NO_COPIES
 
-    @property
-    def bytes_in_copies(self) -> int:
-        """How many are being copied between the pools and the stores."""
-        return self._pools.copies.num_bytes
-
     def copies_past(self) -> Callable[[], bool] | None:
         """Says whether peers may write into pages that are free or reserved now, as far as copies between the pools and
         the stores are in the way; None where they may."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from tandem.cache.plan.arrays import Int32Array, Int64Array
 
 FORGET = 0.8  # weight of earlier copies in the measured rate, after each new one
-MOST_BYTES = 8 << 30  # copied at once; beyond that the host waits for the oldest copies
+MOST_BYTES = 8 << 30  # of a store, copied at once; beyond that the host waits for the oldest copies
 
 
 class Moves(NamedTuple):
@@ -97,7 +97,7 @@ class PageCopies:
         self._up = [np.zeros(count, np.int64) for count in num_pages]  # the same for copies up
         self._slots = [[np.zeros(count, np.int64) for count in num_slots]]  # by memory, then by group
         self._under_way: dict[int, QueuedCopy] = {}  # by number
-        self._num_bytes = self._number = 0
+        self._num_bytes, self._number = [0], 0  # bytes under way, by memory
         self._past_bytes = self._past_seconds = 0.0  # of copies up; newer ones weigh more
 
     @property
@@ -108,15 +108,15 @@ class PageCopies:
                 self._forget(number)
         return bool(self._under_way)
 
-    @property
-    def num_bytes(self) -> int:
-        """The bytes that are being copied."""
-        return self._num_bytes if self.pending else 0
+    def num_bytes(self, memory: int) -> int:
+        """The bytes that are being copied from and to a memory, see Lanes.extend."""
+        return self._num_bytes[memory] if self.pending else 0
 
     def extend(self, memory: Sequence[Tensor]) -> int:
         """Lets another store copy on the same lanes. memory: see Lanes. Returns the number that its Moves give."""
         self._lanes.extend(memory)
         self._slots.append([np.zeros(len(slots), np.int64) for slots in memory])
+        self._num_bytes.append(0)
         return len(self._slots) - 1
 
     def down(self, moves: Sequence[Moves], last: Callable[[], None] | None = None) -> None:
@@ -211,18 +211,19 @@ class PageCopies:
             if up:
                 self._up[group][pages] = self._number
         num_bytes = sum(of.slots.size * self._page_bytes[of.group] for of in moves)
-        self._under_way[self._number] = QueuedCopy(copy, num_bytes, up)
-        self._num_bytes += num_bytes
+        own = moves[0].memory if moves else 0
+        self._under_way[self._number] = QueuedCopy(copy, num_bytes, up, own)
+        self._num_bytes[own] += num_bytes
         if copy.is_done():
             self._forget(self._number)
-        while self._num_bytes > MOST_BYTES and len(self._under_way) > 1:
+        while self._num_bytes[own] > MOST_BYTES and len(self._under_way) > 1:
             oldest = next(iter(self._under_way))
             self._under_way[oldest].copy.finish()
             self._forget(oldest)
 
     def _forget(self, number: int) -> None:
-        copy, num_bytes, up = self._under_way.pop(number)
-        self._num_bytes -= num_bytes
+        copy, num_bytes, up, memory = self._under_way.pop(number)
+        self._num_bytes[memory] -= num_bytes
         if up and num_bytes and copy.seconds:
             self._past_bytes = FORGET * self._past_bytes + num_bytes
             self._past_seconds = FORGET * self._past_seconds + copy.seconds
@@ -232,6 +233,7 @@ class QueuedCopy(NamedTuple):
     copy: Copy
     num_bytes: int
     up: bool
+    memory: int
 
 
 class MadeCopy(NamedTuple):

@@ -1,23 +1,21 @@
 """Parked sequences in host memory: they gave up their pages to others, and continue later."""
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from tandem.cache.plan.arrays import Int32Array
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.store.copies import Moves, PageCopies
+from tandem.cache.store.host_memory import HostMemory
 from tandem.cache.store.lanes import MakeLanes, lanes_of
-
-ALIGNMENT = 64  # of a group's slots, in bytes
 
 
 class ParkedCounts(NamedTuple):
-    """Sequences in a store, the bytes that they take, and its capacity in bytes."""
+    """Sequences in a store, the bytes that they take, and its capacity in bytes: of the slots that are pinned by now on
+    a GPU host, else of all."""
 
     sequences: int = 0
     used: int = 0
@@ -25,7 +23,7 @@ class ParkedCounts(NamedTuple):
 
 
 class ParkedStore:
-    """Slots for pages of each layer group, in one buffer, which is pinned on a GPU host. A sequence keeps its slots
+    """Slots for pages of each layer group, in host memory that a thread pins on a GPU host. A sequence keeps its slots
     until drop().
 
     Copies run on lanes, in parallel with forwards, and may be under way when a call returns: see PageCopies.
@@ -44,35 +42,47 @@ class ParkedStore:
         if len(num_slots) != len(pools) or min(num_slots) < 0:
             raise InvalidArgument(f"num_slots is {tuple(num_slots)}; it must be {len(pools)} counts of at least 0")
         self._page_bytes = [pool[0].nbytes for pool in pools]
-        self._free = [list(range(count))[::-1] for count in num_slots]
+        self._memory = HostMemory(num_slots, self._page_bytes, pools[0].device, "cache.parked_bytes")
+        self._taken = [np.zeros(count, np.bool_) for count in num_slots]
         self._slots: dict[int, list[Int32Array]] = {}  # by sequence, of each group
-        sizes = [count * size for count, size in zip(num_slots, self._page_bytes, strict=True)]
-        ends = list(accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
-        whole = _allocate(ends[-1], pinned=pools[0].device.type == "cuda")
-        # Lanes on a GPU know addresses alone: the store owns the memory.
-        self._memory = memory = [
-            whole[begin : begin + size].view(count, page)
-            for begin, size, count, page in zip([0, *ends], sizes, num_slots, self._page_bytes, strict=False)
-        ]
-        self._capacity = ends[-1]
+        shelves = self._memory.shelves
         if copies is None:
-            lanes = (make_lanes or lanes_of)(pools, memory, [range(1)] * len(pools), [0])
+            lanes = (make_lanes or lanes_of)(pools, shelves, [range(1)] * len(pools), [0])
             num_pages = [pool.shape[0] for pool in pools]
             self.copies, self._number = PageCopies(lanes, num_pages, num_slots, self._page_bytes), 0
         else:
-            self.copies, self._number = copies, copies.extend(memory)
+            self.copies, self._number = copies, copies.extend(shelves)
 
     def __contains__(self, sequence: int) -> bool:
         return sequence in self._slots
 
+    @property
+    def memory(self) -> HostMemory:
+        return self._memory
+
+    def has_room(self, counts: Sequence[int]) -> bool:
+        """Returns whether there are slots for this many pages of each group, pinned or not. It follows from the calls
+        before, so ranks and replays agree on it."""
+        return all(count <= np.count_nonzero(~taken) for count, taken in zip(counts, self._taken, strict=True))
+
     def fits(self, counts: Sequence[int]) -> bool:
-        """Returns whether there is room for this many pages of each group."""
-        return all(count <= len(free) for count, free in zip(counts, self._free, strict=True))
+        """Returns whether put() has room for this many pages of each group without waiting: in slots that are pinned by
+        now. It depends on time."""
+        ready = [taken[:pinned] for taken, pinned in zip(self._taken, self._memory.pinned, strict=True)]
+        return all(count <= np.count_nonzero(~taken) for count, taken in zip(counts, ready, strict=True))
 
     def put(self, sequence: int, pages: Sequence[Int32Array]) -> None:
-        """Copies a sequence's pages, int32 [n] of each group; see fits(). The next write to them waits for that."""
-        slots = [[free.pop() for _ in ids] for free, ids in zip(self._free, pages, strict=True)]
-        self._slots[sequence] = [np.array(own, np.int32) for own in slots]
+        """Copies a sequence's pages, int32 [n] of each group; see has_room(). The next write to them waits for that.
+        Waits until the slots are pinned; raises MemoryError if the host could not pin them."""
+        slots = [
+            np.flatnonzero(~taken)[: ids.size].astype(np.int32) for taken, ids in zip(self._taken, pages, strict=True)
+        ]
+        for group, own in enumerate(slots):
+            if own.size:
+                self._memory.await_slot(group, int(own[-1]))
+        for taken, own in zip(self._taken, slots, strict=True):
+            taken[own] = True
+        self._slots[sequence] = slots
         self.copies.down(self._moves(sequence, pages))
 
     def fetch(self, sequence: int, pages: Sequence[Int32Array]) -> None:
@@ -82,23 +92,23 @@ class ParkedStore:
 
     def drop(self, sequence: int) -> None:
         """Frees a sequence's slots. The next copies into them wait for the sequence's copies. Idempotent."""
-        for free, own in zip(self._free, self._slots.pop(sequence, ()), strict=False):
-            free += own[::-1].tolist()
+        for taken, own in zip(self._taken, self._slots.pop(sequence, ()), strict=False):
+            taken[own] = False
+
+    @property
+    def bytes_in_copies(self) -> int:
+        """The bytes that are being copied from and to its memory."""
+        return self.copies.num_bytes(self._number)
 
     @property
     def counts(self) -> ParkedCounts:
-        used = sum(
-            own.size * size for slots in self._slots.values() for own, size in zip(slots, self._page_bytes, strict=True)
+        taken = [int(np.count_nonzero(one)) for one in self._taken]
+        used, capacity = (
+            sum(count * size for count, size in zip(counts, self._page_bytes, strict=True))
+            for counts in (taken, self._memory.pinned)
         )
-        return ParkedCounts(len(self._slots), used, self._capacity)
+        return ParkedCounts(len(self._slots), used, capacity)
 
     def _moves(self, sequence: int, pages: Sequence[Int32Array]) -> list[Moves]:
         of_groups = enumerate(zip(pages, self._slots[sequence], strict=True))
         return [Moves(group, ids, slots, self._number) for group, (ids, slots) in of_groups]
-
-
-def _allocate(num_bytes: int, *, pinned: bool) -> Tensor:
-    try:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
-    except RuntimeError as error:
-        raise MemoryError(f"cache.parked_bytes: this host has no {num_bytes} bytes left; set fewer: {error}") from error

@@ -1,5 +1,6 @@
 """Sequences that are parked in pinned host memory: copies are ordered with the forwards around them."""
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tandem.cache.store import host_memory
 from tandem.cache.store.parked_store import ParkedStore
 from tests.gpu import test_families
 from tests.gpu.pe_process import NEEDS_NVSHMEM, PeProcess
@@ -45,10 +47,53 @@ def test_copies_are_ordered_with_forwards_and_among_themselves() -> None:
     assert torch.equal(pool[32:], content)
 
 
+class HeldRuntime:
+    """The CUDA runtime, which pins one piece of memory, and the others when `goes_on` is set."""
+
+    def __init__(self) -> None:
+        self._cudart: Any = torch.cuda.cudart()
+        self.goes_on, self._num_pinned = threading.Event(), 0
+
+    def cudaHostRegister(self, *of: int) -> int:
+        if self._num_pinned:
+            self.goes_on.wait()
+        self._num_pinned += 1
+        return self._cudart.cudaHostRegister(*of)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cudart, name)
+
+
+def test_sequences_are_parked_while_memory_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = torch.randn(32, 1 << 18, device="cuda")
+    content, runtime = pool.clone(), HeldRuntime()
+    monkeypatch.setattr(host_memory, "PIECE_BYTES", 16 << 20)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    store, first, second = ParkedStore([pool], [32]), np.arange(16, dtype=np.int32), np.arange(16, 32, dtype=np.int32)
+    try:
+        store.memory.await_slot(0, 15)
+        assert (store.fits([16]), store.fits([17])) == (True, False)
+        store.put(1, [first])
+        assert not store.fits([1])
+    finally:
+        runtime.goes_on.set()
+    store.put(2, [second])
+    for pages in (first, second):
+        store.copies.wait_for(0, pages)
+    pool[:] = torch.nan
+    store.fetch(1, [second])
+    store.fetch(2, [first])
+    torch.cuda.synchronize()
+    assert torch.equal(pool, content.roll(16, 0))
+    assert store.memory.is_pinned
+
+
 def test_a_sequence_of_a_cache_comes_back() -> None:
     """Another one uses its pages meanwhile."""
     cache = SHAPE.cache(SHAPE.pool(20))
-    cache.keep_parked(ParkedStore([cache._groups[0].site.pool], [20]))
+    store = ParkedStore([cache._groups[0].site.pool], [20])
+    store.memory.await_slot(0, 19)
+    cache.keep_parked(store)
     inputs = [SHAPE.draw(251, seed=number) for number in range(2)]
     expected = [Reference(SHAPE).run({number: 251}, inputs[number]) for number in range(2)]
 

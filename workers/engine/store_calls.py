@@ -1,4 +1,4 @@
-"""The calls of an engine about the store behind its prefix index."""
+"""The calls of an engine about its stores in host memory."""
 
 from collections.abc import Sequence
 

@@ -106,7 +106,7 @@ class ParkingProgram(Program):
             for sequence in list(parked):
                 side.cache.drop_parked(sequence)
             assert store.counts[:2] == (0, 0)
-            assert all(store.fits([len(free)] * len(store._free)) for free in store._free)
+            assert store.fits([len(shelf) for shelf in store.memory.shelves])
         super().end()
 
 

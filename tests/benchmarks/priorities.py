@@ -136,11 +136,14 @@ async def measure(options: argparse.Namespace, grpc_address: str, http_address: 
         quiet = await traffic.high_class(options.window, seed=1)
         print("quiet", json.dumps(quiet), file=sys.stderr, flush=True)
         with low_class(options, grpc_address, vocab_size) as received:
-            await asyncio.sleep(4 * WARM_SECONDS)
+            while not received.value:
+                await asyncio.sleep(WARM_SECONDS / 10)
+            await asyncio.sleep(2 * WARM_SECONDS)
             before, began, parked = received.value, time.perf_counter(), parked_count(http_address)
             busy = await traffic.high_class(options.window, seed=1)
             busy["low_tokens_s"] = rounded((received.value - before) / (time.perf_counter() - began))
             busy["parked"] = parked_count(http_address) - parked
+            print("busy", json.dumps(busy), file=sys.stderr, flush=True)
     return {"quiet": quiet, "busy": busy, "to_quiet": rounded(busy["first_token_p99_ms"] / quiet["first_token_p99_ms"])}
 
 

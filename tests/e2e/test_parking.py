@@ -159,16 +159,20 @@ def test_storms(case: str, shape: str, tmp_path: Path, monkeypatch: pytest.Monke
 def test_prompts_with_an_encoder_are_parked(tmp_path: Path) -> None:
     oracle = save_t5gemma(tmp_path)
     pairs = [(random_prompt(40, number), random_prompt(20, 10 + number)) for number in range(6)]
-    with running_island(tmp_path, FEW) as island, ThreadPoolExecutor(6) as pool:
+    with running_island(tmp_path, FEW) as island, island.client() as client, ThreadPoolExecutor(5) as pool:
+
+        def options(number: int) -> dict[str, Any]:
+            return {"decoder_prompt": pairs[number][1], "priority": 10 - 2 * number, **GREEDY}
 
         def one(number: int) -> list[int]:
-            encoder, decoder = pairs[number]
-            options = {"decoder_prompt": decoder, "priority": 10 - 2 * number}
-            return tokens_of(complete(island.address, encoder, max_tokens=30, **options, **GREEDY))
+            return tokens_of(complete(island.address, pairs[number][0], max_tokens=30, **options(number)))
 
-        for number, tokens in enumerate(pool.map(one, range(6))):
+        running = client.generate(pairs[0][0], max_tokens=90, **options(0))
+        begun = [*next(running).token_ids]
+        for number, tokens in enumerate(pool.map(one, range(1, 6)), start=1):
             assert tokens == greedy_behind(oracle, pairs[number][0], 30, pairs[number][1])
         assert decode_worker(island).counters.parks
+        assert begun + tokens_of(list(running)) == greedy_behind(oracle, pairs[0][0], 90, pairs[0][1])
         until(lambda: is_idle(island))
 
 

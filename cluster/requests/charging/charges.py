@@ -100,15 +100,21 @@ async def admitted(access: Access, prompt: int, output: int) -> Charge | None:
 
 
 @asynccontextmanager
-async def charged(access: Access, prompt_tokens: int) -> AsyncGenerator[None]:
-    """Counts prompts that nobody decodes, unless the block fails. Raises as admitted()."""
+async def charged(access: Access, prompt_tokens: int) -> AsyncGenerator[dict[int, int]]:
+    """Counts prompts that nobody decodes. Raises as admitted().
+
+    The block fills the dict: tokens that a worker had, by the positions of their prompts. If it fails, only these
+    count. If there are none, the request does not count either, unless its own client has ended it.
+    """
     charge = await admitted(access, prompt_tokens, 0)
+    had: dict[int, int] = {}
     try:
-        yield
+        yield had
     except BaseException as error:
-        if charge is not None and not isinstance(error, asyncio.CancelledError):
+        if charge is not None and not had and not isinstance(error, asyncio.CancelledError):
             charge.cancel()
-        raise
-    finally:
         if charge is not None:
-            charge.settle(prompt_tokens, 0)
+            charge.settle(sum(had.values()), 0)
+        raise
+    if charge is not None:
+        charge.settle(prompt_tokens, 0)

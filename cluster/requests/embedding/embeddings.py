@@ -128,12 +128,14 @@ class Embeddings:
         deadline = asyncio.get_running_loop().time() + limit
         if self._ended is not None:
             raise self._ended
-        async with charged(current_origin.get().access, sum(map(len, job.prompts))):
+        async with charged(current_origin.get().access, sum(map(len, job.prompts))) as had:
             watched.begin(ValidRequest(job.request_id, job.prompts[0], NO_OUTPUT))
-            return await self._read(job, caller, watched, deadline)
+            return await self._read(job, caller, watched, deadline, had)
 
-    async def _read(self, job: ReadingJob, caller: Caller, watched: "_Watched", deadline: float) -> ReadAnswer:
-        work = asyncio.create_task(self._reading.run(job, caller.client, deadline, watched.observer))
+    async def _read(
+        self, job: ReadingJob, caller: Caller, watched: "_Watched", deadline: float, had: dict[int, int]
+    ) -> ReadAnswer:
+        work = asyncio.create_task(self._reading.run(job, caller.client, deadline, watched.observer, had))
         self._running.add(work)
         try:
             answer = await work

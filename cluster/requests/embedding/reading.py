@@ -18,8 +18,10 @@ from tandem.cluster.errors import (
     ForwardFailed,
     LogitsNotFinite,
     PlacementLost,
+    RequestRefused,
     WorkerCallError,
     WorkerFull,
+    WorkerUnreachable,
 )
 from tandem.cluster.peers.table import GatewayTable
 from tandem.cluster.requests.observer import RequestObserver
@@ -34,6 +36,7 @@ from tandem.workers.wire.prompt_spec import MOST_READ, PromptSpec
 Values = NDArray[np.float32]
 LOOK_SECONDS = 0.02  # between two looks for a worker with room, if no call of this process has ended
 AHEAD = 3  # full forwards of these prompts per worker: it is never idle, and others wait no longer
+NOT_TAKEN = (WorkerFull, WorkerUnreachable, RequestRefused)  # errors of a worker that computed nothing
 MOST_VALUES = 1 << 21  # numbers of one call's answer: messages have at most 16 MiB besides a prompt
 
 
@@ -105,12 +108,15 @@ class PromptReading:
         self._most = max(max_batch_tokens, AHEAD * max_batch_tokens // processes)
         self._placed: Counter[WorkerLink] = Counter()  # tokens of this process's groups
 
-    async def run(self, job: ReadingJob, client: str, deadline: float, observer: RequestObserver) -> ReadAnswer:
-        """deadline: in the event loop's time. Cancelling this call ends what workers do for it.
+    async def run(
+        self, job: ReadingJob, client: str, deadline: float, observer: RequestObserver, had: dict[int, int]
+    ) -> ReadAnswer:
+        """deadline: in the event loop's time. had: gets the tokens that a worker had, see charged(). Cancelling this
+        call ends what workers do for it.
 
         Raises Overloaded, DeadlineExceeded, AttemptsExhausted, ServerError, InvalidRequest.
         """
-        call = _Call(job, client, deadline, observer)
+        call = _Call(job, client, deadline, observer, had)
         try:
             async with asyncio.timeout_at(deadline), asyncio.TaskGroup() as group:
                 for part in self._groups(job):
@@ -215,10 +221,16 @@ class PromptReading:
             skipped=job.skipped,
             token_ids=job.token_ids,
         )
+        taken = True
         try:
             seconds = call.deadline - asyncio.get_running_loop().time()
             call.take(part, await link.read_prompts(request, max(seconds, 0.001)))
+        except NOT_TAKEN:
+            taken = False
+            raise
         finally:
+            if taken:
+                call.had[part.begin] = part.tokens
             place.release()
 
 
@@ -250,7 +262,10 @@ class _Place:
 class _Call:
     """One job under way."""
 
-    def __init__(self, job: ReadingJob, client: str, deadline: float, observer: RequestObserver) -> None:
+    def __init__(
+        self, job: ReadingJob, client: str, deadline: float, observer: RequestObserver, had: dict[int, int]
+    ) -> None:
+        self.had = had
         self.job, self.client, self.deadline, self.observer = job, client, deadline, observer
         self.left = job.num_tokens  # of prompts that have no worker yet
         self.usage = inference_pb2.Usage(prompt_tokens=self.left)

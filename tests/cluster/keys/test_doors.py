@@ -425,6 +425,22 @@ def test_prompts_that_nobody_decodes_count(keyed: Keyed, path: str) -> None:
     assert [keyed.post(path, body, once).status_code for _ in range(2)] == [200, 429]
 
 
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/score"])
+def test_prompts_that_fail_count_once_a_worker_has_them(keyed: Keyed, path: str) -> None:
+    body: dict[str, Any] = {"input": PROMPT} if path == "/v1/embeddings" else {"text_1": "x", "text_2": "y"}
+    key = keyed.use(requests_per_minute=2, tokens_per_minute=1000)
+    keyed.opened.worker.width = json.loads((keyed.model / "config.json").read_text())["hidden_size"]
+    keyed.opened.worker.fails["ReadPrompts"] = ["RESOURCE_EXHAUSTED"] * 1000
+    assert keyed.post(path, body, key).status_code >= 500
+    keyed.opened.worker.fails.clear()
+    used = keyed.post(path, body, key).json()["usage"]["prompt_tokens"]
+    keyed.opened.worker.fails["ReadPrompts"] = ["INTERNAL"] * 2
+    assert keyed.post(path, body, key).status_code >= 500
+    keyed.opened.worker.fails.clear()
+    refused = keyed.post(path, body, key)
+    assert (refused.status_code, refused.headers["x-ratelimit-remaining-tokens"]) == (429, str(1000 - 2 * used))
+
+
 def test_requests_that_tokenize_count(keyed: Keyed) -> None:
     key = keyed.use(requests_per_minute=2)
     calls = [("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [5]}), ("/tokenize", {"prompt": "a"})]

@@ -9,7 +9,7 @@ import numpy as np
 
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cluster.keys.key import Key
-from tandem.cluster.keys.key_cells import WINDOW, KeyCells, Unit
+from tandem.cluster.keys.key_cells import WINDOW, KeyCells, Slot, Unit
 from tandem.cluster.peers.key_counts import KeyCounts
 from tandem.cluster.peers.links import PeerLinks
 from tandem.cluster.peers.table import GatewayTable
@@ -17,6 +17,7 @@ from tandem.cluster.peers.table import GatewayTable
 PERIOD_SECONDS = 0.1  # between two questions
 PATIENCE_SECONDS = 1.0  # after which a host that does not answer holds the others up no more
 IDLE = 9  # times as long as the event loop was held by the answers are at least left between two
+SLICE = 250  # keys whose counts are told before other tasks of the event loop run
 PARTS = 8  # of what is left of a limit, divided by the hosts: what one may spend between two questions
 NO_LIMIT = 1 << 50
 
@@ -57,7 +58,8 @@ class FarCounts:
             await asyncio.sleep(max(PERIOD_SECONDS, IDLE * held))
 
     async def look(self) -> float:
-        """Asks all once, at the same time. Returns for how many seconds the answers have held the event loop."""
+        """Asks all once, at the same time. Returns for how many seconds the answers have held the event loop. Other
+        tasks run between two parts of the keys."""
         answers, now = await self._links.key_counts(), time.monotonic()
         if len(answers) == len(self._links.hosts):
             self._all_heard = now
@@ -72,16 +74,23 @@ class FarCounts:
             except ValueError:
                 continue  # of another version: it counts as it last did
         self._hosts = {host: one for host, one in self._hosts.items() if second - one.second < WINDOW}
-        self._tell(second, renews=now == self._all_heard or now - self._all_heard >= PATIENCE_SECONDS)
-        return time.monotonic() - now
+        renews = now == self._all_heard or now - self._all_heard >= PATIENCE_SECONDS
+        keys = sorted(self._keys(), key=lambda key: key.id)
+        slots = self._cells.open({key.id for key in keys}, second)
+        keys = [key for key in keys if key.id in slots]
+        held = time.monotonic() - now
+        for begin in range(0, len(keys), SLICE):
+            await asyncio.sleep(0)
+            began = time.monotonic()
+            self._tell(keys[begin : begin + SLICE], slots, second, renews=renews)
+            held += time.monotonic() - began
+        return held
 
-    def _tell(self, second: int, *, renews: bool) -> None:
-        """renews: whether this host may spend another part of what is left."""
-        slots = self._cells.open({key.id for key in self._keys()}, second)
-        keys = sorted((key for key in self._keys() if key.id in slots), key=lambda key: key.id)
+    def _tell(self, keys: Sequence[Key], slots: dict[int, Slot], second: int, *, renews: bool) -> None:
+        """keys: ascending by id. renews: whether this host may spend another part of what is left."""
         ids = np.array([key.id for key in keys], np.int64)
         far = self._far(ids, second)
-        used = (far + _found(self._cells.here(second), ids)).sum(-1)
+        used = far.sum(-1) + self._cells.all_used(ids, second)
         most = (np.array([_limits(key) for key in keys], np.int64).reshape(-1, len(Unit)) - used).clip(0)
         most //= PARTS * (1 + len(self._links.hosts))
         self._cells.put([slots[key.id] for key in keys], far, most if renews else None, second)

@@ -1,6 +1,7 @@
 """One caller's key: its name, and what it may do."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b, sha256
 
 
@@ -23,7 +24,7 @@ class Key:
     priority: PriorityBounds | None = None
     models: frozenset[str] | None = None  # names of models and adapters
 
-    @property
+    @cached_property
     def id(self) -> int:
         """1 … 2**63 - 1, by which gateway processes of all hosts know the name."""
         digest = blake2b(self.name.encode(), digest_size=8).digest()

@@ -23,6 +23,7 @@ COUNT_BITS = 40
 MOST = (1 << COUNT_BITS) - 1  # in a cell
 STAMPS = (1 << 23) - 1  # seconds, a season: a cell that old would count again, see tidy()
 HEAD = 8  # cells of a row before its ids; the first one counts changes of the ids
+PART = 64  # slots read at a time: larger arrays come from fresh pages, which take longer than the counts
 POSITIONS = np.arange(RING, dtype=np.int64)
 
 
@@ -181,6 +182,14 @@ class KeyCells:
             totals[ours] += self._sums[row, theirs]
         return totals
 
+    def all_used(self, ids: Int64Array, second: int) -> Int64Array:
+        """int64 [ids, 2]: what this host's processes have counted of each Unit in the last minute. ids: ascending."""
+        totals = np.zeros((len(ids), len(Unit)), np.int64)
+        for row in range(len(self._ids) - 1):
+            _, ours, theirs = np.intersect1d(ids, self._ids[row], assume_unique=False, return_indices=True)
+            totals[ours] += _live(self._rings[row, theirs], second).sum(-1)
+        return totals
+
     def here(self, second: int) -> KeyCounts:
         """Returns all that this host's processes have counted in the last minute."""
         return self._counted(range(len(self._ids) - 1), second)
@@ -190,17 +199,15 @@ class KeyCells:
         return self._counted([self._row], second)
 
     def _counted(self, rows: Sequence[int], second: int) -> KeyCounts:
-        found: list[tuple[Int64Array, Int64Array]] = []
-        for row in rows:
-            used = np.flatnonzero(self._ids[row])
-            live = _live(self._rings[row, used], second)
-            counting = live.any((1, 2))
-            found.append((self._ids[row, used[counting]], _by_age(live[counting], second)))
-        ids = np.unique(np.concatenate([own for own, _ in found]))
-        windows = np.zeros((len(ids), len(Unit), WINDOW), np.int64)
-        for own, counts in found:  # a row has an id once, so none is written twice at a time
-            windows[np.searchsorted(ids, own)] += counts
-        return KeyCounts(ids, windows, self._table)
+        used = [np.flatnonzero(self._ids[row]) for row in rows]
+        ids = np.unique(np.concatenate([self._ids[row, own] for row, own in zip(rows, used, strict=True)]))
+        live = np.zeros((len(ids), len(Unit), RING), np.int64)
+        for row, own in zip(rows, used, strict=True):
+            for begin in range(0, len(own), PART):  # a row has an id once, so none is written twice at a time
+                part = own[begin : begin + PART]
+                live[np.searchsorted(ids, self._ids[row, part])] += _live(self._rings[row, part], second)
+        counting = live.any((1, 2))
+        return KeyCounts(ids[counting], _by_age(live[counting], second), self._table)
 
     def put(self, slots: Sequence[Slot], windows: Int64Array, most: Int64Array | None, second: int) -> None:
         """Replaces all counts of these slots, and their paces. Only the view of other hosts' row may.
@@ -247,7 +254,7 @@ def _seconds(second: int) -> Int64Array:
 def _live(cells: Int64Array, second: int) -> Int64Array:
     """Returns the counts of cells that are not too old, […, RING]; 0 for the others."""
     counts = cells - _expected(second)
-    counts[counts.view(np.uint64) > MOST] = 0
+    counts *= counts.view(np.uint64) <= MOST
     return counts
 
 

@@ -275,3 +275,18 @@ def test_counts_travel_whole() -> None:
     back = KeyCounts.from_proto(counts.to_proto(), len(Unit), WINDOW)
     assert back.ids.tolist() == counts.ids.tolist()
     assert (back.windows == windows).all()
+
+
+def test_counts_of_as_many_keys_as_a_file_may_have() -> None:
+    keys = (KEY, *(Key(f"team-{number}", number.to_bytes(32, "big"), 200, 10_000) for number in range(999)))
+
+    async def test(here: Host, there: Host) -> None:
+        second = int(time.monotonic())
+        for number, process in enumerate(there.cells):
+            slots = process.open({key.id for key in keys}, second)
+            for index, key in enumerate(keys):
+                process.add(slots[key.id], Unit.TOKENS, 2 * index + number, second)
+        await here.far.look()
+        assert [here.cells[1].used(key.id, second) for key in keys] == [[0, 4 * index + 1] for index in range(1000)]
+
+    run(test, Host(1, keys), Host(2, keys))

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tandem.cache.plan.arrays import Int64Array
-from tandem.cluster.errors import ConfigError, Unavailable
+from tandem.cluster.errors import ConfigError, RateLimited, Unavailable
 from tandem.cluster.keys.access import Access, KeyAccess
 from tandem.cluster.keys.key import Key, digest_of
 from tandem.cluster.keys.key_cells import KeyCells
@@ -51,6 +51,7 @@ class KeyBook:
         self._failed = failed
         self._tells = tells
         self._keys: dict[bytes, KeyAccess] | None = None  # by their digests; None: no file was read yet
+        self._slotless: dict[bytes, Key] = {}  # keys that wait for a slot
         self._seen: _Seen | str | None = ""
         self._tidied = 0.0
 
@@ -64,7 +65,7 @@ class KeyBook:
 
     def find(self, credentials: Sequence[object]) -> Access | None:
         """Returns the key that a call shows. credentials: the values of the header `authorization`. Unavailable while
-        no file was read.
+        no file was read, RateLimited while the key has no slot.
 
         A digest is looked up, not a key compared: how long that takes says nothing of a key.
         """
@@ -73,7 +74,13 @@ class KeyBook:
             return None
         if self._keys is None:
             raise Unavailable("this gateway process has not been able to read the keys file; try again, or elsewhere")
-        return self._keys.get(digest_of(shown[len(BEARER) :]))
+        digest = digest_of(shown[len(BEARER) :])
+        if (key := self._slotless.get(digest)) is not None:
+            raise RateLimited(
+                f"this gateway process has no free slot to count the key {key.name!r}: the keys file has had too many "
+                "names within a minute; try again in 1 s"
+            )
+        return self._keys.get(digest)
 
     def sums(self) -> dict[str, Int64Array]:
         """Returns the sums of this host's processes, int64 [len(Sum)], by the names of keys."""
@@ -100,6 +107,10 @@ class KeyBook:
             return
         if keys is not None:
             self._take(keys)
+            if self._tells:
+                log.info("%d keys are read from %s", len(keys), self._path)
+        elif self._slotless:
+            self._take([*self.all(), *self._slotless.values()])
 
     def _read(self) -> tuple[Key, ...] | None:
         """Returns the keys of the file if it has changed. Raises ConfigError, once for each state of the file."""
@@ -116,8 +127,7 @@ class KeyBook:
             key.name: before.get(key.name) or Meter(self._cells, slots[key.id]) for key in keys if key.id in slots
         }
         self._keys = {key.sha256: KeyAccess(key, meters[key.name]) for key in keys if key.name in meters}
-        if self._tells:
-            log.info("%d keys are read from %s", len(keys), self._path)
+        self._slotless = {key.sha256: key for key in keys if key.name not in meters}
 
     def _fail(self, error: ConfigError) -> None:
         self._failed()

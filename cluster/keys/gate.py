@@ -22,7 +22,7 @@ class Gate:
 
     def access(self, credentials: Sequence[object]) -> Access | None:
         """Returns the caller's rights, None if it has none. credentials: the values of the header `authorization`.
-        Raises Unavailable as KeyBook.find()."""
+        Raises as KeyBook.find()."""
         if self._admits is None or self._admits(credentials):
             return OPERATOR
         return None if self._book is None else self._book.find(credentials)

@@ -20,7 +20,9 @@ from tandem.cluster.errors import RateLimited
 from tandem.cluster.errors.details import DETAILS_KEY
 from tandem.cluster.keys.access import Access
 from tandem.cluster.keys.key import digest_of
+from tandem.cluster.keys.key_cells import Unit
 from tandem.cluster.metrics import scrape
+from tandem.cluster.peers.table import KEY_SLOTS
 from tandem.cluster.requests.charging.charges import RequestCharge
 from tandem.cluster.requests.validation import ValidRequest
 from tandem.proto import admin_pb2, admin_pb2_grpc, inference_pb2, inference_pb2_grpc
@@ -535,6 +537,29 @@ def test_a_changed_file_counts_within_a_second(keyed: Keyed) -> None:
     assert keyed.post(COMPLETIONS, BODY, kept).status_code == 429  # what it had used counts under the new limit
     keyed.write([{"name": "added"}])
     assert keyed.post(COMPLETIONS, BODY, kept).status_code == 401
+
+
+def test_a_key_without_a_slot_is_served_once_one_is_free(keyed: Keyed) -> None:
+    book, second = keyed.opened.gateway._callers.book, int(time.monotonic())
+    assert book is not None
+    slots = book._cells.open(range(1, KEY_SLOTS + 1), second)  # names that the file had within a minute
+    for slot in slots.values():
+        book._cells.add(slot, Unit.REQUESTS, 1, second)
+    key = keyed.use()
+    refused = keyed.post(COMPLETIONS, BODY, key)
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+    assert f"no free slot to count the key '{keyed.name}'" in refused.json()["error"]["message"]
+    with pytest.raises(grpc.RpcError) as failed:
+        next(
+            authorized(inference_pb2_grpc.InferenceStub(keyed.channel), key).Generate(
+                inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=PROMPT)), timeout=10
+            )
+        )
+    assert failed.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert keyed.post(COMPLETIONS, BODY, "tdm-unknown").status_code == 401
+    for slot in slots.values():
+        book._cells.take_back(slot, Unit.REQUESTS, 1, second)
+    wait_for(lambda: keyed.post(COMPLETIONS, BODY, key).status_code == 200)
 
 
 def test_a_bad_file_is_told_once_and_changes_nothing(keyed: Keyed, caplog: pytest.LogCaptureFixture) -> None:

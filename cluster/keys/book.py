@@ -44,8 +44,10 @@ class KeyBook:
     """
 
     def __init__(self, path: str, table: GatewayTable, failed: Callable[[], None], *, tells: bool = True) -> None:
-        """failed: called for each change of the file that cannot be used. tells: whether this process logs them; one of
-        a host is enough."""
+        """failed: called for each change of the file that cannot be used. tells: whether this process logs and counts
+        them; one of a host is enough."""
+        self.stale = False
+        """Whether the file cannot be used as it is now, so that the keys are those from before."""
         self._path = path
         self._cells = KeyCells(table)
         self._failed = failed
@@ -106,6 +108,7 @@ class KeyBook:
             self._fail(error)
             return
         if keys is not None:
+            self.stale = False
             self._take(keys)
             if self._tells:
                 log.info("%d keys are read from %s", len(keys), self._path)
@@ -130,8 +133,9 @@ class KeyBook:
         self._slotless = {key.sha256: key for key in keys if key.name not in meters}
 
     def _fail(self, error: ConfigError) -> None:
-        self._failed()
+        self.stale = True
         if self._tells:
+            self._failed()
             kept = "no key is known" if self._keys is None else f"the {len(self._keys)} keys from before stay"
             log.error("%s; %s", error, kept)
 

@@ -74,7 +74,11 @@ class Scrape:
             *island_families(info.islands),
             *worker_families(info.islands),
         ]
-        sums = {} if self._keys is None else self._keys.sums()
+        sums: Mapping[str, Int64Array] = {}
+        if self._keys is not None:
+            about = "1 while security.keys_file cannot be used, and the keys from before stay."
+            families.append(_gauge("tandem:keys_file_stale", about, {}, self._keys.stale))
+            sums = self._keys.sums()
         self._made = asyncio.get_running_loop().time()
         # This takes a few milliseconds, and some 70 with a thousand keys. Streams must not wait for it.
         return await asyncio.to_thread(_text, families, sums)

@@ -84,7 +84,7 @@ REJECTED = Counter(
 )
 
 KEYS_FILE_ERRORS = Counter(
-    "tandem:keys_file_errors", "Changes of security.keys_file that could not be used, in each gateway process."
+    "tandem:keys_file_errors", "Changes of security.keys_file that could not be used, once a host."
 )
 
 LAYOUT = CellLayout([one for one in [*globals().values()] if isinstance(one, Counter | Histogram)])

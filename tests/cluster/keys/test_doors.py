@@ -84,10 +84,11 @@ class Keyed:
         return get(self.opened.http, path, headers={"authorization": f"Bearer {key}"})
 
     def metric(self, name: str, **labels: str) -> float:
-        wanted = ",".join(f'{label}="{value}"' for label, value in labels.items())
+        pairs = ",".join(f'{label}="{value}"' for label, value in labels.items())
+        wanted = f"{{{pairs}}}" if pairs else ""
         time.sleep(0.25)  # one scrape serves all that come so soon
         lines = self.get("/metrics", TOKEN).text.splitlines()
-        return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}{{{wanted}}}"))
+        return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}{wanted} "))
 
     @property
     def channel(self) -> grpc.Channel:
@@ -572,8 +573,10 @@ def test_a_bad_file_is_told_once_and_changes_nothing(keyed: Keyed, caplog: pytes
     assert len(told) == 1
     assert told[0].endswith("the 1 keys from before stay")
     assert keyed.post(COMPLETIONS, BODY, key).status_code == 200
+    assert keyed.metric("tandem:keys_file_stale") == 1
     keyed.file.unlink()
     wait_for(lambda: "cannot be read: No such file" in caplog.text)
     assert keyed.post(COMPLETIONS, BODY, key).status_code == 200
     assert keyed.metric("tandem:keys_file_errors_total", engine="0", model_name="base") == before + 2
     assert keyed.post(COMPLETIONS, BODY, keyed.use()).status_code == 200
+    assert keyed.metric("tandem:keys_file_stale") == 0

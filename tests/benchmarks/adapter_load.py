@@ -125,7 +125,6 @@ def write_adapter(model: Path, folder: Path, rank: int, seed: int) -> None:
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
-    budget = Budget(given.seconds)
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made).resolve()
         model = write_tiny(folder / TINY) if given.model == TINY else write_shape(given.model, folder)
@@ -141,10 +140,11 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             settings |= {"island.threads_per_worker": 1}
         processes = LocalProcesses() if given.device == "cpu" else None
         with running_cluster(CONFIGS[given.device, given.workers], model, settings, processes) as cluster:
-            return asyncio.run(_windows(cluster.grpc_address, folder / "adapters", given, budget))
+            return asyncio.run(_windows(cluster.grpc_address, folder / "adapters", given))
 
 
-async def _windows(address: str, folder: Path, given: argparse.Namespace, budget: Budget) -> dict[str, Any]:
+async def _windows(address: str, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
+    budget = Budget(given.seconds)
     took: dict[str, list[float]] = {"add": [], "remove": []}
     size = 0
     async with AsyncClient(address) as client, loaded(client, given.rate) as load:

@@ -83,6 +83,10 @@ class DecodeRows:
         """The positions of all rows, whose KV the next step reads."""
         return int(self.lengths.sum())
 
+    def has_priority(self, most: int) -> bool:
+        """Returns whether a row has a priority of at most this number."""
+        return self._first_priority <= most
+
     @property
     def steps_left(self) -> int:
         """Plain steps until a row has all tokens that it may have; 0 without rows."""
@@ -162,6 +166,7 @@ class DecodeRows:
         """Makes these requests the rows of the arrays."""
         self.requests = requests
         self.sequence_ids = tuple(request.sequence_id for request in requests)
+        self._first_priority = min((request.prompt.priority for request in requests), default=0)
         # Steps without a request that has all the tokens that it may have, and what they use again each time.
         self._count_steps()
         self._every_row = np.arange(len(requests))

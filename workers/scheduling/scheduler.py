@@ -1,7 +1,6 @@
 """Decides what each step computes. Pure: it touches no device, no cache and no clock."""
 
 from collections.abc import Callable, Iterator
-from itertools import chain
 
 from tandem.workers.requests.prompt import Prompt
 from tandem.workers.scheduling.batch import Chunk, StepBatch
@@ -11,7 +10,7 @@ from tandem.workers.scheduling.step_time import FIRST_RATE
 from tandem.workers.scheduling.token_pace import TokenPace
 
 PASSED_SECONDS = 1.0  # how long prompts of adapters in slots pass one that waits for a slot
-BESIDE_PART = 16  # beside prompts of a lower level, others get this part of max_batch_tokens
+BESIDE_PART = 16  # beside a more urgent prompt, others get this part of max_batch_tokens
 LEAST_PROMPT_TOKENS = 1  # of each step with prompts, however many decode rows there are
 
 
@@ -131,20 +130,18 @@ class Scheduler:
         return self.pace.prompt_rate(len(self.rows), self.rows.positions) or FIRST_RATE
 
     def _chunks(self) -> tuple[Chunk, ...]:
-        budget, chunks = self._max_batch_tokens, []
-        rows = len(self.rows)
+        rows, chunks = len(self.rows), list[Chunk]()
+        # Rows' steps would wait for the pages of a prompt that are arriving.
         turns = (one for one in self._order.for_chunks(self._running) if not (rows and one.arriving))
-        if (first := next(turns, None)) is None:  # with rows, whose steps would wait for the pages of all of them
-            return ()
-        if rows:
-            chunk = self.pace.chunk_tokens(rows, self.rows.positions, first.computed, self.rows.drafted)
-            budget = max(min(budget - rows, chunk), LEAST_PROMPT_TOKENS)
-        levels: list[int] = []
-        for request in chain((first,), turns):
-            level = self._order.level_of(request)
-            if levels and level > min(levels):
-                budget = min(budget, self._max_batch_tokens // BESIDE_PART)
-            if not budget and chunks:
+        levels, most, used, beside = list[int](), dict[int, int](), 0, self._max_batch_tokens // BESIDE_PART
+        for request in turns:
+            level, priority = self._order.level_of(request), request.spec.priority
+            if priority not in most:
+                most[priority] = self._most_tokens(request)
+            budget, follows = most[priority] - used, bool(levels) and level > min(levels)
+            if follows:
+                budget = min(budget, beside)
+            if budget <= 0 and chunks:
                 break
             length = min(budget, request.num_tokens - request.computed)
             if length < request.least_chunk and not chunks:  # an encoder's prompt waits for no larger budget
@@ -152,5 +149,17 @@ class Scheduler:
             if length >= request.least_chunk:
                 chunks.append(Chunk(request, length))
                 levels.append(level)
-                budget = max(budget - length, 0)
+                used += length
+                beside -= length * follows
         return tuple(chunks)
+
+    def _most_tokens(self, request: Prompt) -> int:
+        """Returns the most prompt tokens of a step up to this prompt. The pace bounds them if a row has its priority or
+        a lower number; other rows wait as long as it takes."""
+        if not (rows := len(self.rows)):
+            return self._max_batch_tokens
+        most = self._max_batch_tokens - rows
+        if self.rows.has_priority(request.spec.priority):
+            chunk = self.pace.chunk_tokens(rows, self.rows.positions, request.computed, self.rows.drafted)
+            most = min(most, chunk)
+        return max(most, LEAST_PROMPT_TOKENS)

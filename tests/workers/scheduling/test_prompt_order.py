@@ -395,8 +395,8 @@ def test_lower_priorities_go_first_and_what_waits_rises(kind: type[Prompt]) -> N
     assert steps.run() == ["before", "old", "new"]
 
 
-def test_beside_prompts_of_a_lower_level_others_get_a_sixteenth_of_a_batch() -> None:
-    """So those have their first token soon. Alone, prompts of any level get a whole batch."""
+def test_beside_a_more_urgent_prompt_others_get_a_sixteenth_of_a_batch() -> None:
+    """Without one, prompts of any priority get a whole batch."""
     steps = Steps(budget=160)
     low, high = prompt("low", 1000, None), prompt("high", 50, None, priority=-1)
     steps.add(low, prompt("low too", 1000, None))

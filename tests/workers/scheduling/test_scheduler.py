@@ -43,8 +43,8 @@ class Known:
         return self.samples
 
 
-def prompt(sequence: int, num_tokens: int, computed: int = 0) -> PrefillRequest:
-    tokens = PromptSpec(np.zeros(num_tokens, np.int64))
+def prompt(sequence: int, num_tokens: int, computed: int = 0, priority: int = 0) -> PrefillRequest:
+    tokens = PromptSpec(np.zeros(num_tokens, np.int64), priority=priority)
     position_map = PositionMap(0, (SlotRuns.from_slots(np.arange(num_tokens, dtype=np.int32)),))
     request = PrefillRequest(
         str(sequence), sequence, tokens, PARAMS, RESERVATION, position_map, Lease(1.0), destination=MagicMock()
@@ -53,9 +53,9 @@ def prompt(sequence: int, num_tokens: int, computed: int = 0) -> PrefillRequest:
     return request
 
 
-def sequence(number: int, max_tokens: int, prompt_tokens: int = 3) -> DecodeRequest:
+def sequence(number: int, max_tokens: int, prompt_tokens: int = 3, priority: int = 0) -> DecodeRequest:
     """One whose first output token, 7, is known."""
-    tokens = PromptSpec(np.ones(prompt_tokens, np.int64))
+    tokens = PromptSpec(np.ones(prompt_tokens, np.int64), priority=priority)
     rule = FinishRule(frozenset(), max_tokens)
     return DecodeRequest(str(number), number, tokens, Signal(0, 1), prompt_tokens, max_tokens, PARAMS, rule, output=[7])
 
@@ -272,3 +272,17 @@ def test_chunks_are_bounded_beside_rows_only() -> None:
     assert scheduler.next_batch().chunks == ((waiting, LEAST_CHUNK),)
     assert scheduler.next_batch(prompts=False).chunks == ()
     assert scheduler.next_batch(prompts=False).decodes is not None
+
+
+def test_rows_do_not_bound_chunks_of_prompts_with_lower_priorities() -> None:
+    scheduler = Scheduler(max_batch_tokens=2000, pace=TokenPace(1.0, 2000))
+    first, last = prompt(8, 900, priority=-1), prompt(9, 900)
+    for waiting in (first, last):
+        scheduler.add(waiting)
+    assert set(scheduler.admitted(lambda request: True)) == {first, last}
+    scheduler.rows.join([sequence(1, 9)])
+    assert scheduler.next_batch().chunks == ((first, 900),)  # and none of `last`, whose bound is used up
+    scheduler.rows.join([sequence(2, 9, priority=-1)])
+    assert scheduler.next_batch().chunks == ((first, LEAST_CHUNK),)
+    scheduler.remove(first)
+    assert scheduler.next_batch().chunks == ((last, LEAST_CHUNK),)

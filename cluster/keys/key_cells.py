@@ -200,12 +200,14 @@ class KeyCells:
 
     def _counted(self, rows: Sequence[int], second: int) -> KeyCounts:
         used = [np.flatnonzero(self._ids[row]) for row in rows]
-        ids = np.unique(np.concatenate([self._ids[row, own] for row, own in zip(rows, used, strict=True)]))
+        owned = [self._ids[row, own] for row, own in zip(rows, used, strict=True)]  # other processes may change them
+        ids = np.unique(np.concatenate(owned))
         live = np.zeros((len(ids), len(Unit), RING), np.int64)
-        for row, own in zip(rows, used, strict=True):
+        for row, own, names in zip(rows, used, owned, strict=True):
+            places = np.searchsorted(ids, names)
             for begin in range(0, len(own), PART):  # a row has an id once, so none is written twice at a time
-                part = own[begin : begin + PART]
-                live[np.searchsorted(ids, self._ids[row, part])] += _live(self._rings[row, part], second)
+                part = slice(begin, begin + PART)
+                live[places[part]] += _live(self._rings[row, own[part]], second)
         counting = live.any((1, 2))
         return KeyCounts(ids[counting], _by_age(live[counting], second), self._table)
 

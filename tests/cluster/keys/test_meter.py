@@ -4,11 +4,14 @@ import mmap
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tandem.cache.plan.arrays import Int64Array
 from tandem.cluster.errors import RateLimited
+from tandem.cluster.keys import key_cells
 from tandem.cluster.keys.key import Key
 from tandem.cluster.keys.key_cells import WINDOW, KeyCells, Sum, Unit
 from tandem.cluster.keys.meter import Charge, Meter
@@ -270,3 +273,23 @@ def test_old_cells_are_emptied_before_their_second_comes_around() -> None:
     assert cells.window(5, 1000 + (1 << 23)).sum() == 3
     cells.tidy(1000 + 3600)
     assert cells.window(5, 1000 + (1 << 23)).sum() == 0
+
+
+def test_counts_are_read_while_another_process_gives_a_slot_to_a_new_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = mmap.mmap(-1, table_bytes(PROCESSES, 1))
+    here, there = (KeyCells(GatewayTable(memory, PROCESSES, 1, process)) for process in range(2))
+    ids = range(1, 2 * key_cells.PART + 1)
+    for number, slot in enumerate(there.open(ids, 1000).values()):
+        there.add(slot, Unit.TOKENS, 100 + number, 1000)
+    live, new = key_cells._live, iter([ids[-1] + 1])
+
+    def change_first(cells: Int64Array, second: int) -> Int64Array:
+        for name in new:
+            there._clear(int(np.flatnonzero(there._own_ids)[-1]), name)
+        return live(cells, second)
+
+    monkeypatch.setattr(key_cells, "_live", change_first)
+    counts = here.here(1000)
+    told = dict(zip(counts.ids.tolist(), counts.windows[:, Unit.TOKENS].sum(-1).tolist(), strict=True))
+    assert len(told) == len(ids) - 1
+    assert all(told[one] == 100 + number for number, one in enumerate(ids) if one in told)

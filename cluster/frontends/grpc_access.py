@@ -6,7 +6,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from tandem.cluster.errors import CallError
+from tandem.cluster.errors import CallError, RateLimited
 from tandem.cluster.errors.statuses import grpc_status, refuse
 from tandem.cluster.keys.gate import Gate
 from tandem.cluster.requests.origin import Origin, current_origin
@@ -23,7 +23,7 @@ class AccessRequired(grpc.aio.ServerInterceptor):
     All others find their Access in current_origin."""
 
     def __init__(self, gate: Gate, denied: Callable[[str], None]) -> None:
-        """denied: called for each call that is denied, with its status."""
+        """denied: called with the status of each call that is denied, except for lack of a slot to count its key."""
         self._gate = gate
         self._denied = denied
 
@@ -44,7 +44,8 @@ class AccessRequired(grpc.aio.ServerInterceptor):
             if not method.lstrip("/").startswith(FOR_KEYS):
                 access.check_route(f"{method!r:.160}")
         except CallError as error:
-            self._denied(grpc_status(error).name)
+            if not isinstance(error, RateLimited):  # which says nothing of the cluster's load
+                self._denied(grpc_status(error).name)
             return refusal(error)
         current_origin.set(Origin("grpc", access=access))
         return await continuation(handler_call_details)

@@ -547,9 +547,11 @@ def test_a_key_without_a_slot_is_served_once_one_is_free(keyed: Keyed) -> None:
     for slot in slots.values():
         book._cells.add(slot, Unit.REQUESTS, 1, second)
     key = keyed.use()
-    refused = keyed.post(COMPLETIONS, BODY, key)
-    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
-    assert f"no free slot to count the key '{keyed.name}'" in refused.json()["error"]["message"]
+    for path, body in ((COMPLETIONS, BODY), (MESSAGES, TALK)):
+        refused = keyed.post(path, body, key)
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert f"no free slot to count the key '{keyed.name}'" in refused.json()["error"]["message"]
     with pytest.raises(grpc.RpcError) as failed:
         next(
             authorized(inference_pb2_grpc.InferenceStub(keyed.channel), key).Generate(
@@ -557,6 +559,10 @@ def test_a_key_without_a_slot_is_served_once_one_is_free(keyed: Keyed) -> None:
             )
         )
     assert failed.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    metadata: Any = failed.value.trailing_metadata()  # type: ignore[attr-defined]
+    assert dict(metadata)["retry-after-ms"] == "1000"
+    labels = {"code": "RESOURCE_EXHAUSTED", "engine": "0", "frontend": "grpc", "model_name": "base"}
+    assert keyed.metric("tandem:rejected_total", **labels) == 0  # it says nothing of the cluster's load
     assert keyed.post(COMPLETIONS, BODY, "tdm-unknown").status_code == 401
     for slot in slots.values():
         book._cells.take_back(slot, Unit.REQUESTS, 1, second)

@@ -23,6 +23,7 @@ OURS = (".py", ".cu", ".cuh", ".c", ".h", ".proto", ".yaml", ".md", ".toml")  # 
 NAMES = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*")} | {
     path.name for path in ROOT.iterdir()
 }
+LINKED = [*PAGES, "CHANGELOG.md", *(f"docs/decisions/{path.name}" for path in ROOT.glob("docs/decisions/*.md"))]
 SECTIONS = [name for name, value in ClusterConfig().model_dump().items() if isinstance(value, dict)]
 
 CODE = re.compile(r"`([^`\n]+)`")
@@ -66,7 +67,7 @@ def test_paths_exist(page: str) -> None:
     assert {path for path in paths(read(page)) if not exists(path)} == set()
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", LINKED)
 def test_links_lead_somewhere(page: str) -> None:
     broken = []
     for target, anchor in LINK.findall(read(page)):

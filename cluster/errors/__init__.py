@@ -124,7 +124,8 @@ class Overloaded(CallError):
 
 
 class RateLimited(Overloaded):
-    """The caller's key has used up a limit of its own; the same call may succeed after retry_after_seconds."""
+    """The caller's key has used up a limit of its own, or no slot is free to count it. The same call may succeed after
+    retry_after_seconds."""
 
     def __init__(self, message: str, retry_after_seconds: float = 1.0, states: Sequence[LimitState] = ()) -> None:
         """states: of the limits that the key has."""

@@ -59,7 +59,7 @@ class FarCounts:
 
     async def look(self) -> float:
         """Asks all once, at the same time. Returns for how many seconds the answers have held the event loop. Other
-        tasks run between two parts of the keys."""
+        tasks run between two slices of the keys."""
         answers, now = await self._links.key_counts(), time.monotonic()
         if len(answers) == len(self._links.hosts):
             self._all_heard = now

@@ -23,7 +23,7 @@ COUNT_BITS = 40
 MOST = (1 << COUNT_BITS) - 1  # in a cell
 STAMPS = (1 << 23) - 1  # seconds, a season: a cell that old would count again, see tidy()
 HEAD = 8  # cells of a row before its ids; the first one counts changes of the ids
-PART = 64  # slots read at a time: larger arrays come from fresh pages, which take longer than the counts
+PART = 64  # slots read at a time: larger arrays get fresh pages, whose faults take longer than counting
 POSITIONS = np.arange(RING, dtype=np.int64)
 
 

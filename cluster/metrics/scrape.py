@@ -76,7 +76,7 @@ class Scrape:
         ]
         sums: Mapping[str, Int64Array] = {}
         if self._keys is not None:
-            about = "1 while security.keys_file cannot be used, and the keys from before stay."
+            about = "1 while security.keys_file cannot be used, so that the keys from before stay."
             families.append(_gauge("tandem:keys_file_stale", about, {}, self._keys.stale))
             sums = self._keys.sums()
         self._made = asyncio.get_running_loop().time()

@@ -52,7 +52,7 @@ class WorkerActor:
             text=True,
             check=True,
             timeout=BUILD_SECONDS,
-            start_new_session=True,  # which it may end as a whole
+            start_new_session=True,  # the builder kills its whole group
         )
         return json.loads(done.stdout)
 

@@ -1,7 +1,7 @@
 """What adding LoRA adapters costs the streams that run meanwhile, in a cluster of two workers, or of one. Prints JSON.
 
 Requests of unlike lengths arrive at random times, whatever has been answered. Windows take turns: in one of them an
-adapter is added, answers one request and is removed; a quiet one of the same length follows or precedes it. A gap is
+adapter is added, answers one request and is removed; a quiet one of the same length follows. A gap is
 the time between two messages of a stream, and belongs to the window in which it ends.
 
     gap_p50_ms, gap_p99_ms, gap_max_ms    by kind of window

@@ -136,8 +136,6 @@ async def measure(options: argparse.Namespace, grpc_address: str, http_address: 
         quiet = await traffic.high_class(options.window, seed=1)
         print("quiet", json.dumps(quiet), file=sys.stderr, flush=True)
         with low_class(options, grpc_address, vocab_size) as received:
-            while not received.value:
-                await asyncio.sleep(WARM_SECONDS / 10)
             await asyncio.sleep(2 * WARM_SECONDS)
             before, began, parked = received.value, time.perf_counter(), parked_count(http_address)
             busy = await traffic.high_class(options.window, seed=1)
@@ -149,12 +147,16 @@ async def measure(options: argparse.Namespace, grpc_address: str, http_address: 
 
 @contextmanager
 def low_class(options: argparse.Namespace, grpc_address: str, vocab_size: int) -> Generator["Synchronized[int]"]:
-    """The low class, in a process of its own, so that its tokens do not hold up the first tokens that are measured."""
+    """The low class, in a process of its own, so that its tokens do not hold up the first tokens that are measured. Its
+    first token has come when the block begins."""
     spawning = get_context("spawn")
     received: Synchronized[int] = spawning.Value("q")
     process = spawning.Process(target=send_low, args=(options, grpc_address, vocab_size, received), daemon=True)
     process.start()
     try:
+        while process.is_alive() and not received.value:
+            time.sleep(WARM_SECONDS / 10)
+        assert process.is_alive(), "a request of the low class failed"
         yield received
         assert process.is_alive(), "a request of the low class failed"
     finally:

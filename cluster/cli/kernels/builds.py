@@ -19,7 +19,7 @@ from tandem.cluster.config.cluster_config import ClusterConfig
 
 LINE_SECONDS = 10.0  # between two lines while nothing begins or ends
 POLL_SECONDS = 0.1
-STALL_SECONDS = 600.0  # a start goes on once no build has ended for so long
+STALL_SECONDS = 600.0  # a start goes on after so long without a build that ends
 MOST_SAID = 300  # characters of what a compiler said, its last ones
 
 Say = Callable[[str], None]
@@ -119,7 +119,7 @@ def _end(one: Running, say: Say) -> list[str]:
     if code == 0:
         say(f"built {one.build.title} in {seconds:.0f} s")
         return []
-    _kill_compilers(one)  # a compiler that took too long was killed, and those that it had started were not
+    _kill_compilers(one)  # run_compiler() kills a compiler that takes too long, but not what it started
     if code < 0:
         reason = f"ended by signal {-code}" + (", which the kernel sends when memory runs out" if code == -9 else "")
     lines = " ".join(reason.split())[-MOST_SAID:]

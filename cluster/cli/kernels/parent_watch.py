@@ -9,8 +9,8 @@ POLL_SECONDS = 0.5
 
 
 def end_with(parent: int) -> None:
-    """Kills this process and its group soon after `parent` has ended, also if it ended before this call. This process
-    leads its group, so that the group has no other processes than it and those that it starts."""
+    """Kills this process and its group soon after `parent` has ended, even if it ended before this call. This process
+    must lead its group, which then has only this process and those that it starts."""
 
     def watch() -> None:
         while os.getppid() == parent:

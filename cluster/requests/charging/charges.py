@@ -103,8 +103,9 @@ async def admitted(access: Access, prompt: int, output: int) -> Charge | None:
 async def charged(access: Access, prompt_tokens: int) -> AsyncGenerator[dict[int, int]]:
     """Counts prompts that nobody decodes. Raises as admitted().
 
-    The block fills the dict: tokens that a worker had, by the positions of their prompts. If it fails, only these
-    count. If there are none, the request does not count either, unless its own client has ended it.
+    The block fills the dict with the tokens that a worker had, by the position of the first prompt in each call of a
+    worker. If the block fails, only these count. If there are none, the request does not count either, unless its own
+    client has ended it.
     """
     charge = await admitted(access, prompt_tokens, 0)
     had: dict[int, int] = {}

@@ -36,7 +36,7 @@ from tandem.workers.wire.prompt_spec import MOST_READ, PromptSpec
 Values = NDArray[np.float32]
 LOOK_SECONDS = 0.02  # between two looks for a worker with room, if no call of this process has ended
 AHEAD = 3  # full forwards of these prompts per worker: it is never idle, and others wait no longer
-NOT_TAKEN = (WorkerFull, WorkerUnreachable, RequestRefused)  # errors of a worker that computed nothing
+NOT_TAKEN = (WorkerFull, WorkerUnreachable, RequestRefused)  # the worker computed nothing, or is gone
 MOST_VALUES = 1 << 21  # numbers of one call's answer: messages have at most 16 MiB besides a prompt
 
 

@@ -259,7 +259,7 @@ def test_workers_wait_for_kernels_after_their_weights(tmp_path: Path) -> None:
 
 
 def test_the_largest_forward_does_not_wait_for_kernels_of_attention(tmp_path: Path) -> None:
-    """Its own kernels compile beside those, and a GPU that is too small is told before they are ready."""
+    """Its own kernels compile beside those, and a GPU that is too small is reported before they are ready."""
     make_checkpoint(tmp_path / "model", dtype="bfloat16")
     on_gpus = {"island.device": "cuda", "island.transport": "nixl"}
     values = {"model.path": str(tmp_path / "model"), "gateway.port": 0, **on_gpus}

@@ -2,8 +2,8 @@
 memory goes with it.
 
 ORDER is JSON, as cluster/cli/kernels/plan.py writes it. PARENT is the pid of the process that started this one. When
-the parent ends, this process and its compilers do, too. If the build
-fails, stderr gets what the compiler said, and the exit code is 1.
+the parent ends, this process and its compilers do, too. If the build fails, stderr gets what the compiler said, and the
+exit code is 1.
 """
 
 import json

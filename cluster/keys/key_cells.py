@@ -212,21 +212,24 @@ class KeyCells:
         return KeyCounts(ids[counting], _by_age(live[counting], second), self._table)
 
     def put(self, slots: Sequence[Slot], windows: Int64Array, most: Int64Array | None, second: int) -> None:
-        """Replaces all counts of these slots, and their paces. Only the view of other hosts' row may.
+        """Replaces all counts of these slots, and their paces, except for slots that are another key's by now. Only the
+        view of other hosts' row may.
 
         slots: ascending by id. windows: [slots, 2, WINDOW], as window(). most: [slots, 2], what this host may spend
         from now on; None: what is left of what it might.
         """
         numbers, ids = np.array(slots, np.int64).reshape(-1, 2).T
+        kept = self._own_ids[numbers] == ids
+        numbers, ids, windows = numbers[kept], ids[kept], windows[kept]
         seconds = second - np.arange(WINDOW)
-        rings = np.zeros((len(slots), len(Unit), RING), np.int64)
+        rings = np.zeros((len(ids), len(Unit), RING), np.int64)
         rings[..., seconds % RING] = (seconds & STAMPS) << COUNT_BITS | windows.clip(0, MOST)
         self._own_rings[numbers] = rings
         if most is None:
             return
         sums = self.all_sums(ids)[:, [Sum.REQUESTS, Sum.TOKENS]]
-        stamp = np.full((len(slots), 1), second)
-        self._own_sums[numbers, : len(Pace)] = np.concatenate((stamp, most, sums), axis=1)
+        stamp = np.full((len(ids), 1), second)
+        self._own_sums[numbers, : len(Pace)] = np.concatenate((stamp, most[kept], sums), axis=1)
 
     def is_paced(self, key_id: int, asked: Sequence[int], second: int) -> bool:
         """Returns whether this host must hear of others before it spends this. One request is always free to go."""

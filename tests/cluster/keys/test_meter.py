@@ -293,3 +293,14 @@ def test_counts_are_read_while_another_process_gives_a_slot_to_a_new_name(monkey
     told = dict(zip(counts.ids.tolist(), counts.windows[:, Unit.TOKENS].sum(-1).tolist(), strict=True))
     assert len(told) == len(ids) - 1
     assert all(told[one] == 100 + number for number, one in enumerate(ids) if one in told)
+
+
+def test_other_hosts_counts_miss_a_slot_that_another_process_gave_to_a_new_name() -> None:
+    memory = mmap.mmap(-1, table_bytes(PROCESSES, 1))
+    here, there = (KeyCells(GatewayTable(memory, PROCESSES, 1, process), row=-1) for process in range(2))
+    slots = here.open([1, 2], 1000)
+    there._clear(slots[1].number, 3)
+    there._changes[there._row] += 1
+    here.put([slots[1], slots[2]], np.full((2, 2, WINDOW), 7), np.full((2, 2), 5), 1000)
+    assert [here.used(one, 1000)[Unit.TOKENS] for one in (1, 2, 3)] == [0, 7 * WINDOW, 0]
+    assert [here.is_paced(one, (9, 9), 1000) for one in (1, 3)] == [False, False]

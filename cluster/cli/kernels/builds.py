@@ -19,7 +19,7 @@ from tandem.cluster.config.cluster_config import ClusterConfig
 
 LINE_SECONDS = 10.0  # between two lines while nothing begins or ends
 POLL_SECONDS = 0.1
-STALL_SECONDS = 600.0  # a start goes on after so long without a build that ends
+STALL_SECONDS = 1200.0  # a start goes on after so long without a build that ends
 MOST_SAID = 300  # characters of what a compiler said, its last ones
 
 Say = Callable[[str], None]

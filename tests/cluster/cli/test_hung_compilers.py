@@ -102,7 +102,7 @@ def test_a_start_goes_on_without_a_compiler_that_hangs(
     monkeypatch.setattr(worker_actor, "BUILDER", "tests.cluster.cli.impatient_builder")
     monkeypatch.setattr(worker_actor, "BUILD_SECONDS", 60.0)
     lacking = WorkerActor.build(cast(WorkerActor, None), order)
-    assert "C crew.c: no build ended for 600 s" in lacking
+    assert "C crew.c: no build ended for 1200 s" in lacking
     until(lambda: compilers.ended)
     assert is_free(tmp_path / "kernels" / LOCK)
 

@@ -161,7 +161,7 @@ class TestBeside:
         monkeypatch.setattr(builds, "time", jumping)
         said: list[str] = []
         build_beside(load_config(None, {}), said.append).result(60)
-        assert "not built ahead: kernel 0: no build ended for 600 s" in said
+        assert "not built ahead: kernel 0: no build ended for 1200 s" in said
         assert scripts[0].process.returncode == -9
 
     def test_an_error_of_the_plan_is_the_futures(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,16 +110,17 @@ class Parking:
         Reservations.prepare. known: whether it already has a reservation. parks: whether it may park others."""
         if self._most and not known:
             self._check(ask.prompt.priority)
-        try:
-            made = prepare()
-        except NoRoom as error:
-            if not self._most:
-                raise
-            if not parks or not self._replaces(ask):
-                error.coming = self._refused_one(ask, parks=parks, lacks_slot=error.lacks_slot)
-                error.would_park = not parks and self._would_park(ask)
-                raise
-            made = prepare()
+        made = None
+        while made is None:
+            try:
+                made = prepare()
+            except NoRoom as error:
+                if not self._most:
+                    raise
+                if not parks or not self._replaces(ask):
+                    error.coming = self._refused_one(ask, parks=parks, lacks_slot=error.lacks_slot)
+                    error.would_park = not parks and self._would_park(ask)
+                    raise
         self._granted = self._granted or ask.prompt.priority <= self._refused[0]
         return made
 

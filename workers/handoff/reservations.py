@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tandem.cache.plan.arrays import Int64Array
-from tandem.cache.plan.errors import InvalidArgument, OutOfPages
+from tandem.cache.plan.errors import InvalidArgument, OutOfPages, OutOfSequences
 from tandem.transfer.completion import SignalBoard, unpack_payload
 from tandem.transfer.errors import NoFreeSignal
 from tandem.transfer.recall import Recall
@@ -289,7 +289,7 @@ class Reservations:
             signal = None if writer_pe == own_pe else self._signals.acquire()
         except BaseException as error:
             engine.free(sequence_id)
-            if isinstance(error, OutOfPages | NoFreeSignal):
+            if isinstance(error, OutOfPages | OutOfSequences | NoFreeSignal):
                 raise NoRoom(f"no room for request {request_id!r}: {error}") from error
             if isinstance(error, InvalidArgument):  # a window that this cache does not take
                 raise InvalidCall(f"request {request_id!r}: {error}") from error

@@ -14,8 +14,9 @@ from tandem.workers.sampling.finish import FinishReason
 from tests.cache.late_lanes import LateLanes
 from tests.support.checkpoints import save_checkpoint
 from tests.support.oracle import greedy, load_oracle
+from tests.support.prompt_specs import spec_of
 from tests.workers.decode.test_parking import HIGH, LOW, NUM_HIGH, NUM_LOW, ParkingPair
-from tests.workers.loop_pair import DECODE
+from tests.workers.loop_pair import DECODE, PREFILL
 
 OTHER, NUM_OTHER = [5, 9, 3, 7], 20  # 3 pages of 8
 
@@ -172,3 +173,41 @@ def test_no_more_is_copied_at_once_than_the_bound(
         pair.end_copies()
     pair.end_all()
     assert [pair.all_tokens(name) for name in ("low", "low2")] == [oracle["low"]] * 2
+
+
+def with_a_prompt_for_the_other_worker(pair: LatePair) -> None:
+    """It has one of the decode side's sequences."""
+    back = pair.loops[PREFILL].decodes.prepare("back", spec_of(OTHER), NUM_OTHER, DECODE)
+    pair.loops[DECODE].prefills.submit("back", spec_of(OTHER), pair.params(NUM_OTHER), back)
+    pair.loops[DECODE].prefills.upkeep()
+
+
+def test_a_full_cache_refuses_a_request_that_may_have_a_sequence(folder: Path) -> None:
+    """The worker may have one sequence, and its cache has two: one is copied, one is a prompt's for a peer."""
+    pair = LatePair(folder, num_pages=40, most=1, max_sequences=(64, 2))
+    pair.begin("low", LOW, NUM_LOW, priority=5)
+    pair.run_prefill()
+    for _ in range(3):
+        pair.step_decode()
+    pair.begin("high", HIGH, NUM_HIGH)
+    pair.step_decode()
+    pair.decode.abort("high", writer_quiet=True)
+    with_a_prompt_for_the_other_worker(pair)
+    with pytest.raises(NoRoom, match="max_sequences is 2"):
+        pair.begin("high again", HIGH, NUM_HIGH)
+
+
+def test_what_it_replaced_does_not_come_back_before_a_request_that_a_full_cache_refused(folder: Path) -> None:
+    pair = LatePair(folder, num_pages=40, most=1, max_sequences=(64, 2))
+    pair.begin("low", LOW, NUM_LOW, priority=5)
+    pair.run_prefill()
+    for _ in range(3):
+        pair.step_decode()
+    with_a_prompt_for_the_other_worker(pair)
+    with pytest.raises(NoRoom, match="max_sequences is 2"):
+        pair.begin("high", HIGH, NUM_HIGH)
+    for _ in range(6):
+        pair.step_decode()
+        pair.end_copies()
+    assert pair.parked == ["low"]
+    pair.begin("high", HIGH, NUM_HIGH)

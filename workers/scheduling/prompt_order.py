@@ -145,12 +145,9 @@ class PromptOrder:
 
     def _by_level(self, prompts: Iterable[Prompt]) -> Iterable[Prompt]:
         """Sorts prompts by priority, and keeps the given order within a priority."""
-        return sorted(prompts, key=self.level_of) if self._ranked else prompts
+        return sorted(prompts, key=self._level) if self._ranked else prompts
 
-    def level_of(self, prompt: Prompt) -> int:
-        """The prompt's priority after the last update(), less one for each priority_seconds that it has waited."""
-        if not self._ranked:
-            return 0
+    def _level(self, prompt: Prompt) -> int:
         return level(prompt.spec.priority, self._now - prompt.arrived, self._priority_seconds)
 
     @property

@@ -133,12 +133,12 @@ class Scheduler:
         rows, chunks = len(self.rows), list[Chunk]()
         # Rows' steps would wait for the pages of a prompt that are arriving.
         turns = (one for one in self._order.for_chunks(self._running) if not (rows and one.arriving))
-        levels, most, used, beside = list[int](), dict[int, int](), 0, self._max_batch_tokens // BESIDE_PART
+        most, used, beside = dict[int, int](), 0, self._max_batch_tokens // BESIDE_PART
         for request in turns:
-            level, priority = self._order.level_of(request), request.spec.priority
+            priority = request.spec.priority
             if priority not in most:
                 most[priority] = self._most_tokens(request)
-            budget, follows = most[priority] - used, bool(levels) and level > min(levels)
+            budget, follows = most[priority] - used, any(chunk.request.spec.priority < priority for chunk in chunks)
             if follows:
                 budget = min(budget, beside)
             if budget <= 0 and chunks:
@@ -148,7 +148,6 @@ class Scheduler:
                 length = min(request.least_chunk, request.num_tokens - request.computed)
             if length >= request.least_chunk:
                 chunks.append(Chunk(request, length))
-                levels.append(level)
                 used += length
                 beside -= length * follows
         return tuple(chunks)

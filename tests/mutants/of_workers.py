@@ -48,10 +48,21 @@ WORKERS = (
     Mutant(
         name="rows-wait-for-a-long-prompt",
         file="workers/scheduling/scheduler.py",
-        find="budget = max(min(budget - rows, chunk), LEAST_PROMPT_TOKENS)",
-        replace="budget = max(budget - rows, LEAST_PROMPT_TOKENS)",
+        find="most = min(most, chunk)",
+        replace="most = max(most, chunk)",
         reason="Chunks beside rows are short, or all answers pause while somebody's long prompt is computed.",
         tests=("tests/workers/scheduling/test_scheduler.py::test_chunks_are_bounded_beside_rows_only",),
+    ),
+    Mutant(
+        name="a-step-has-a-row-too-many",
+        file="workers/decode/parking.py",
+        find="if request.replaced and not self._reservations.has_sequence:",
+        replace="if not request.replaced:",
+        reason="Graphs and samplers have a place for each sequence that runs, and none for one that was replaced.",
+        tests=(
+            "tests/workers/decode/test_parking.py::"
+            "test_what_host_memory_has_no_room_for_runs_on_when_a_sequence_is_free",
+        ),
     ),
     Mutant(
         name="short-prompts-overtake",

@@ -36,7 +36,7 @@ class ParkingCalls(Parts):
         self._parked, self._parked_rows = store, dict[int, ParkedRow]()
 
     def can_park(self, sequence: int) -> bool:
-        """Whether the sequence is one that park() takes, and the store has room for it that is pinned by now."""
+        """Whether park() takes the sequence, and the store has room for it in memory that is already pinned."""
         if self._parked is None or self._not_parkable(sequence):
             return False
         return self._parked.fits([pages.size for pages in self._pages_in_use(self._table.row(sequence))])

@@ -14,8 +14,8 @@ from tandem.cache.store.lanes import MakeLanes, lanes_of
 
 
 class ParkedCounts(NamedTuple):
-    """Sequences in a store, the bytes that they take, and its capacity in bytes: of the slots that are pinned by now on
-    a GPU host, else of all."""
+    """Sequences in a store, the bytes that they take, and its capacity in bytes: on a GPU host, of slots that are
+    already pinned."""
 
     sequences: int = 0
     used: int = 0
@@ -63,13 +63,12 @@ class ParkedStore:
     def has_room(self, counts: Sequence[int]) -> bool:
         """Returns whether there are slots for this many pages of each group, pinned or not. It follows from the calls
         before, so ranks and replays agree on it."""
-        return all(count <= np.count_nonzero(~taken) for count, taken in zip(counts, self._taken, strict=True))
+        return self._are_free(counts, [taken.size for taken in self._taken])
 
     def fits(self, counts: Sequence[int]) -> bool:
-        """Returns whether put() has room for this many pages of each group without waiting: in slots that are pinned by
-        now. It depends on time."""
-        ready = [taken[:pinned] for taken, pinned in zip(self._taken, self._memory.pinned, strict=True)]
-        return all(count <= np.count_nonzero(~taken) for count, taken in zip(counts, ready, strict=True))
+        """Returns whether put() has room for this many pages of each group without waiting: in slots that are
+        already pinned. The answer depends on time."""
+        return self._are_free(counts, self._memory.pinned)
 
     def put(self, sequence: int, pages: Sequence[Int32Array]) -> None:
         """Copies a sequence's pages, int32 [n] of each group; see has_room(). The next write to them waits for that.
@@ -108,6 +107,11 @@ class ParkedStore:
             for counts in (taken, self._memory.pinned)
         )
         return ParkedCounts(len(self._slots), used, capacity)
+
+    def _are_free(self, counts: Sequence[int], begins: Sequence[int]) -> bool:
+        """Returns whether so many slots are free among the first begins[i] of each group."""
+        of_groups = zip(counts, begins, self._taken, strict=True)
+        return all(count + np.count_nonzero(taken[:begin]) <= begin for count, begin, taken in of_groups)
 
     def _moves(self, sequence: int, pages: Sequence[Int32Array]) -> list[Moves]:
         of_groups = enumerate(zip(pages, self._slots[sequence], strict=True))

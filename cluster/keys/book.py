@@ -47,7 +47,7 @@ class KeyBook:
         """failed: called for each change of the file that cannot be used. tells: whether this process logs and counts
         them; one of a host is enough."""
         self.stale = False
-        """Whether the file cannot be used as it is now, so that the keys are those from before."""
+        """Whether the file has changed and cannot be used. The keys from before stay."""
         self._path = path
         self._cells = KeyCells(table)
         self._failed = failed

@@ -212,8 +212,8 @@ class KeyCells:
         return KeyCounts(ids[counting], _by_age(live[counting], second), self._table)
 
     def put(self, slots: Sequence[Slot], windows: Int64Array, most: Int64Array | None, second: int) -> None:
-        """Replaces all counts of these slots, and their paces, except for slots that are another key's by now. Only the
-        view of other hosts' row may.
+        """Replaces all counts of these slots, and their paces. Skips slots that have another key now. Only the view of
+        other hosts' row may call it.
 
         slots: ascending by id. windows: [slots, 2, WINDOW], as window(). most: [slots, 2], what this host may spend
         from now on; None: what is left of what it might.

@@ -64,8 +64,8 @@ class Traffic:
         self._tokens = np.random.default_rng()  # of all prompts, so that none begins like another
 
     async def high_class(self, seconds: float, seed: int) -> Numbers:
-        """What is told of the requests of the high class that arrive within `seconds`. A seed tells when they arrive,
-        and their lengths."""
+        """Sends requests of the high class for `seconds`, and returns their figures. The seed sets arrivals and
+        lengths."""
         arrivals, self._lengths[HIGH] = random.Random(seed), np.random.default_rng(seed)
         waits: list[asyncio.Task[First]] = []
         begun, arrival = time.perf_counter(), 0.0

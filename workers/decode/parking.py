@@ -27,7 +27,7 @@ ASKED_SECONDS = 0.25  # a gateway asks again within this time for a request that
 POLL_SECONDS = 0.02  # between looks for room while a request is parked
 COPY_POLL_SECONDS = 0.001  # between looks while a request is copied
 MOST_BYTES = 1 << 30  # being copied; beyond that no other request begins to be copied
-REPLACED_PART = 4  # one part of so many of a worker's sequences may be replaced before they are copied
+REPLACED_PART = 4  # at most a quarter of a worker's sequences may be replaced and not copied yet
 FIRST = -(1 << 40)  # the level of a request that has been parked for too long
 
 
@@ -110,16 +110,17 @@ class Parking:
         Reservations.prepare. known: whether it already has a reservation. parks: whether it may park others."""
         if self._most and not known:
             self._check(ask.prompt.priority)
-        made = None
-        while made is None:
+        while True:
             try:
                 made = prepare()
+                break
             except NoRoom as error:
                 if not self._most:
                     raise
-                if not parks or not self._replaces(ask):
-                    error.coming = self._refused_one(ask, parks=parks, lacks_slot=error.lacks_slot)
-                    error.would_park = not parks and self._would_park(ask)
+                leavers = self._leavers(ask)
+                if not parks or not self._replaces(ask, leavers):
+                    error.coming = self._refused_one(ask, leavers if parks else [], lacks_slot=error.lacks_slot)
+                    error.would_park = not parks and bool(leavers)
                     raise
         self._granted = self._granted or ask.prompt.priority <= self._refused[0]
         return made
@@ -132,38 +133,38 @@ class Parking:
         if not self._granted and self._is_asked_for(priority):
             raise NoRoom(f"a request of priority {self._refused[0]} gets room before one of priority {priority}")
 
-    def _replaces(self, ask: Ask) -> bool:
-        """Returns whether `ask` needs no pages of others, and rows have left now so that it may have a sequence. They
-        are copied while its prompt is computed."""
-        short, _ = self._reservations.shortage(ask)
-        if max(short) > 0 or self._reservations.needs_slot(ask) or not self._would_park(ask):
+    def _leavers(self, ask: Ask) -> list[DecodeRequest]:
+        """Returns the requests that may leave now to make room for `ask`; none while others leave for one that goes
+        before it."""
+        others = self._want is not None and self._want.ask.prompt.priority <= ask.prompt.priority
+        return [] if others else self._chosen(ask)
+
+    def _replaces(self, ask: Ask, leavers: list[DecodeRequest]) -> bool:
+        """Lets the leavers go if `ask` lacks only a sequence, and returns whether it does. They are copied while its
+        prompt is computed."""
+        if not leavers or max(self._reservations.shortage(ask)[0]) > 0 or self._reservations.needs_slot(ask):
             return False
-        chosen = self._chosen(ask)
-        if len(self._leaving) + len(self._copying) + len(chosen) > max(self._max_sequences // REPLACED_PART, 1):
+        under_way = len(self._leaving) + len(self._copying)
+        if under_way + len(leavers) > max(self._max_sequences // REPLACED_PART, 1):
             return False
-        for request in chosen:
+        for request in leavers:
             request.replaced = True
-        self._leave(chosen)
+        self._leave(leavers)
         return True
 
-    def _refused_one(self, ask: Ask, *, parks: bool, lacks_slot: bool) -> "Future[None] | None":
-        """Notes that a request found no room. The future ends when others have left for it; None if none will. A
-        request that lacks only a slot holds nobody up."""
+    def _refused_one(self, ask: Ask, leavers: list[DecodeRequest], *, lacks_slot: bool) -> "Future[None] | None":
+        """Notes that a request found no room, and lets the leavers go. The future ends when they have left; None
+        without leavers. A request that lacks only a slot holds nobody up."""
         priority = ask.prompt.priority
         if not lacks_slot and not self._is_asked_for(priority):
             self._note(priority)
-        if not parks or not self._would_park(ask):
+        if not leavers:
             return None
         if self._want is not None:
             self._end_want()
-        self._leave(self._chosen(ask))
+        self._leave(leavers)
         self._want = _Want(ask)
         return self._want.done
-
-    def _would_park(self, ask: Ask) -> bool:
-        """Returns whether requests would leave for this one now."""
-        others = self._want is not None and self._want.ask.prompt.priority <= ask.prompt.priority
-        return not others and bool(self._chosen(ask))
 
     # Steps
 

@@ -38,7 +38,7 @@ class DecodeRequest:
     host_cached_tokens: int = 0  # of those that are not expected: copied back from host memory
     disk_cached_tokens: int = 0  # of these, read from a disk before
     parked: bool = False  # its sequence is in host memory
-    replaced: bool = False  # it counts among the worker's sequences no more, and is yet to be copied
+    replaced: bool = False  # another request has its place among the worker's sequences, and it is not copied yet
     reserved: int = 0  # positions that its sequence has pages for
     level: int = field(init=False)  # those of a higher one give their room up to it
 

@@ -134,11 +134,12 @@ class Scheduler:
         # Rows' steps would wait for the pages of a prompt that are arriving.
         turns = (one for one in self._order.for_chunks(self._running) if not (rows and one.arriving))
         most, used, beside = dict[int, int](), 0, self._max_batch_tokens // BESIDE_PART
+        first: int | None = None  # the lowest priority of a chunk
         for request in turns:
             priority = request.spec.priority
             if priority not in most:
                 most[priority] = self._most_tokens(request)
-            budget, follows = most[priority] - used, any(chunk.request.spec.priority < priority for chunk in chunks)
+            budget, follows = most[priority] - used, first is not None and first < priority
             if follows:
                 budget = min(budget, beside)
             if budget <= 0 and chunks:
@@ -148,6 +149,7 @@ class Scheduler:
                 length = min(request.least_chunk, request.num_tokens - request.computed)
             if length >= request.least_chunk:
                 chunks.append(Chunk(request, length))
+                first = priority if first is None else min(first, priority)
                 used += length
                 beside -= length * follows
         return tuple(chunks)

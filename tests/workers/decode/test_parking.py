@@ -55,6 +55,14 @@ class ParkingPair(LoopPair):
         self.prefill.attend(name)
         self.start(name, reservation, num_tokens, params)
 
+    def run_low(self, *names: str, steps: int = 3, **options: Any) -> None:
+        """Begins requests of priority 5, and runs them for some steps."""
+        for name in names or ["low"]:
+            self.begin(name, LOW, NUM_LOW, priority=5, **options)
+        self.run_prefill()
+        for _ in range(steps):
+            self.step_decode()
+
     def all_tokens(self, name: str) -> list[int]:
         return [self.first[name].result(0).first_token, *self.tokens(name)]
 
@@ -104,10 +112,7 @@ class RowPair(ParkingPair):
 
 def park_low(pair: ParkingPair, steps: int = 6, **options: Any) -> None:
     """A request runs for some steps, and is parked for one of a lower priority, which is asked for again."""
-    pair.begin("low", LOW, NUM_LOW, priority=5, **options)
-    pair.run_prefill()
-    for _ in range(steps):
-        pair.step_decode()
+    pair.run_low(steps=steps, **options)
     with pytest.raises(NoRoom) as caught:
         pair.begin("high", HIGH, NUM_HIGH)
     assert caught.value.coming is not None
@@ -246,10 +251,7 @@ def test_what_host_memory_has_no_room_for_runs_on(folder: Path, oracle: dict[str
 def test_a_request_that_lacks_only_a_sequence_begins_at_once(folder: Path, oracle: dict[str, list[int]]) -> None:
     """The one that it replaces is copied meanwhile."""
     pair = RowPair(folder, num_pages=30, most=1)
-    pair.begin("low", LOW, NUM_LOW, priority=5)
-    pair.run_prefill()
-    for _ in range(3):
-        pair.step_decode()
+    pair.run_low()
     pair.begin("high", HIGH, NUM_HIGH)
     pair.let_go()
     assert pair.parked == ["low"]
@@ -271,11 +273,7 @@ def test_what_host_memory_has_no_room_for_runs_on_when_a_sequence_is_free(
 ) -> None:
     """Two are replaced at a time, and host memory has room for one of them."""
     pair = RowPair(folder, num_pages=80, most=8, parked_slots=5)
-    for number in range(8):
-        pair.begin(f"low {number}", LOW, NUM_LOW, priority=5)
-    pair.run_prefill()
-    for _ in range(3):
-        pair.step_decode()
+    pair.run_low(*(f"low {number}" for number in range(8)))
     for number in range(2):
         pair.begin(f"high {number}", HIGH, NUM_HIGH)
     with pytest.raises(NoRoom):  # no more are replaced before these are copied

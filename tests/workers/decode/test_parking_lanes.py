@@ -185,10 +185,7 @@ def with_a_prompt_for_the_other_worker(pair: LatePair) -> None:
 def test_a_full_cache_refuses_a_request_that_may_have_a_sequence(folder: Path) -> None:
     """The worker may have one sequence, and its cache has two: one is copied, one is a prompt's for a peer."""
     pair = LatePair(folder, num_pages=40, most=1, max_sequences=(64, 2))
-    pair.begin("low", LOW, NUM_LOW, priority=5)
-    pair.run_prefill()
-    for _ in range(3):
-        pair.step_decode()
+    pair.run_low()
     pair.begin("high", HIGH, NUM_HIGH)
     pair.step_decode()
     pair.decode.abort("high", writer_quiet=True)
@@ -199,10 +196,7 @@ def test_a_full_cache_refuses_a_request_that_may_have_a_sequence(folder: Path) -
 
 def test_what_it_replaced_does_not_come_back_before_a_request_that_a_full_cache_refused(folder: Path) -> None:
     pair = LatePair(folder, num_pages=40, most=1, max_sequences=(64, 2))
-    pair.begin("low", LOW, NUM_LOW, priority=5)
-    pair.run_prefill()
-    for _ in range(3):
-        pair.step_decode()
+    pair.run_low()
     with_a_prompt_for_the_other_worker(pair)
     with pytest.raises(NoRoom, match="max_sequences is 2"):
         pair.begin("high", HIGH, NUM_HIGH)

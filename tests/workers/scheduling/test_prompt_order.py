@@ -406,7 +406,7 @@ def test_beside_a_more_urgent_prompt_others_get_a_sixteenth_of_a_batch() -> None
     assert steps.step() == [("low", 160)]
 
 
-def test_beside_a_prompt_that_goes_first_for_it_has_waited_others_get_what_is_left() -> None:
+def test_beside_a_prompt_that_is_first_by_its_wait_others_get_what_is_left() -> None:
     steps = Steps(budget=160)
     steps.add(prompt("old", 10, None, now=-280.0, priority=8), prompt("new", 20, None), prompt("next", 1000, None))
     assert steps.step() == [("old", 10), ("new", 20), ("next", 130)]

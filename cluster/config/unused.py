@@ -57,12 +57,6 @@ RULES = (
         "where pages run out, sequences are parked",
     ),
     Unused(
-        "scheduler.reserved_output",
-        "scheduler.roles",
-        lambda roles: roles != "split",
-        "workers that also compute prompts would wait for each other's pages",
-    ),
-    Unused(
         "cache.parked_bytes",
         "speculation.method",
         lambda method: method not in ("none", "ngram"),

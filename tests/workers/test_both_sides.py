@@ -11,6 +11,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from tandem.workers.config import ParkingSettings
 from tandem.workers.errors import Aborted, InvalidCall, NoRoom, Stale
 from tandem.workers.handoff.handoff import Handoff
 from tandem.workers.prefill.forwards import PromptForwards
@@ -24,7 +25,7 @@ from tests.support.prompt_specs import spec_of
 from tests.workers.loop_pair import CHUNK, LEASE, LoopPair
 from tests.workers.steps.test_step_loop import step_both
 
-OUTPUT = 5
+OUTPUT, LONG_OUTPUT = 5, 24
 REQUESTS = 200
 AT_ONCE = 12
 ROUTES = ((0, 1), (1, 0), (0, 0), (1, 1))  # who computes the prompt, who decodes
@@ -34,7 +35,7 @@ PROMPTS = [random_prompt(length, min(number, 5)) for number, length in enumerate
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[list[int]]:
-    return greedy_all(load_oracle(folder), PROMPTS, OUTPUT)
+    return greedy_all(load_oracle(folder), PROMPTS, LONG_OUTPUT)
 
 
 @dataclass(eq=False)
@@ -55,8 +56,8 @@ class Asked:
 class Gateway:
     """Calls what a gateway may call, in any order; now and then it forgets a request."""
 
-    def __init__(self, pair: LoopPair, seed: int) -> None:
-        self.pair = pair
+    def __init__(self, pair: LoopPair, seed: int, output: int) -> None:
+        self.pair, self.output = pair, output
         self.random = random.Random(seed)
         self.all: list[Asked] = []
         self.open: list[Asked] = []
@@ -66,7 +67,7 @@ class Gateway:
         prompt, (sender, receiver) = self.random.randrange(len(PROMPTS)), self.random.choice(ROUTES)
         name = f"r{len(self.all) + self.refused}"
         try:
-            reservation = self.pair.loops[receiver].decodes.prepare(name, spec_of(PROMPTS[prompt]), OUTPUT, sender)
+            reservation = self.pair.loops[receiver].decodes.prepare(name, spec_of(PROMPTS[prompt]), self.output, sender)
         except NoRoom:
             self.refused += 1
             return
@@ -91,12 +92,12 @@ class Gateway:
         if asked.stream is None:
             stream, reservation = TokenStream(), asked.reservation
             decodes = self.pair.loops[asked.receiver].decodes
-            decodes.start(asked.name, reservation.reservation_id, self.pair.params(OUTPUT), stream)
+            decodes.start(asked.name, reservation.reservation_id, self.pair.params(self.output), stream)
             asked.stream = stream
 
     def _send(self, asked: Asked) -> None:
         if asked.first is None and asked.sender != asked.receiver:
-            prefills, params = self.pair.loops[asked.sender].prefills, self.pair.params(OUTPUT)
+            prefills, params = self.pair.loops[asked.sender].prefills, self.pair.params(self.output)
             asked.first = prefills.submit(asked.name, spec_of(PROMPTS[asked.prompt]), params, asked.reservation)
             asked.lease = prefills.attend(asked.name)
 
@@ -123,12 +124,22 @@ class Gateway:
         self.open = [asked for asked in self.open if asked.stream is None or id(asked.stream) not in ended]
 
 
-@pytest.mark.parametrize(("sharing", "seed"), [(False, 0), (True, 1)])
+OVERCOMMIT = ParkingSettings(most=16, seconds=1e6, reserved_output=0.1)
+
+
+@pytest.mark.parametrize(
+    ("sharing", "seed", "parking", "output"),
+    [
+        pytest.param(False, 0, ParkingSettings(), OUTPUT, id="no sharing"),
+        pytest.param(True, 1, ParkingSettings(), OUTPUT, id="sharing"),
+        pytest.param(True, 4, OVERCOMMIT, LONG_OUTPUT, id="overcommit"),
+    ],
+)
 def test_a_storm_of_both_ways_loses_no_page_and_no_token(
-    folder: Path, expected: list[list[int]], sharing: bool, seed: int
+    folder: Path, expected: list[list[int]], sharing: bool, seed: int, parking: ParkingSettings, output: int
 ) -> None:
-    pair = LoopPair(folder, num_pages=72, num_signals=8, sharing=sharing)
-    gateway = Gateway(pair, seed)
+    pair = LoopPair(folder, num_pages=34 if parking.most else 72, num_signals=8, sharing=sharing, parking=parking)
+    gateway = Gateway(pair, seed, output)
     while len(gateway.all) < REQUESTS or gateway.open:
         if len(gateway.all) < REQUESTS and len(gateway.open) < AT_ONCE:
             gateway.ask()
@@ -146,6 +157,8 @@ def test_a_storm_of_both_ways_loses_no_page_and_no_token(
     assert min(counter.recalled for counter in counters) > 0
     assert sum(counter.expired_leases for counter in counters) > 0
     assert sum(counter.stale_signals for counter in counters) == 0
+    assert all(counter.parks > 0 for counter in counters) == bool(parking.most)
+    assert [loop.engine.pages.parked_bytes_used for loop in pair.loops] == [0, 0]
 
 
 def is_over(pair: LoopPair, asked: Asked) -> bool:
@@ -166,7 +179,7 @@ def come_to_an_end(pair: LoopPair, gateway: Gateway, expected: list[list[int]]) 
     complete = 0
     for asked in gateway.all:
         tokens = pair.fanout.tokens.get(id(asked.stream), [])
-        awaited = expected[asked.prompt][asked.sender != asked.receiver :]
+        awaited = expected[asked.prompt][asked.sender != asked.receiver : gateway.output]
         assert tokens == awaited[: len(tokens)]
         if pair.fanout.ended.get(id(asked.stream)) == FinishReason.LENGTH:
             assert tokens == awaited
@@ -188,6 +201,24 @@ def ask(pair: LoopPair, name: str, prompt: list[int], route: tuple[int, int], ou
     return stream
 
 
+def test_requests_whose_prompts_are_computed_here_take_pages_as_they_grow(
+    folder: Path, expected: list[list[int]]
+) -> None:
+    """Three that would reserve 24 pages begin on 18."""
+    pair = LoopPair(folder, num_pages=18, parking=OVERCOMMIT)
+    streams = [ask(pair, name, PROMPTS[4], (1, 1), LONG_OUTPUT) for name in "abc"]
+    assert [request.reserved for request in pair.decode._reservations._requests.values()] == [44] * 3
+    ended = list[int]()
+    for _ in range(400):
+        pair.clock.now += 0.3
+        pair.step_decode()
+        ended += [at for at, one in enumerate(streams) if at not in ended and id(one) in pair.fanout.ended]
+    assert ended[0] == 0  # the first one never gives way
+    assert [pair.fanout.tokens[id(stream)] for stream in streams] == [expected[4]] * 3
+    assert pair.decode_counters.parks > 0
+    pair.assert_free()
+
+
 def test_a_prompt_of_its_own_beside_rows_and_beside_one_for_a_peer(folder: Path, expected: list[list[int]]) -> None:
     pair, mixed = LoopPair(folder, num_pages=96), 0
     routes = ((0, 1), (0, 0), (1, 1), (0, 1), (1, 0), (1, 1), (0, 0), (1, 0))
@@ -199,7 +230,7 @@ def test_a_prompt_of_its_own_beside_rows_and_beside_one_for_a_peer(folder: Path,
         mixed += step_both(pair)
     assert mixed > 0
     for prompt, (sender, receiver), stream in zip(expected, routes, streams, strict=True):
-        assert pair.fanout.tokens[id(stream)] == prompt[sender != receiver :]
+        assert pair.fanout.tokens[id(stream)] == prompt[sender != receiver : OUTPUT]
     pair.assert_free()
 
 
@@ -210,9 +241,9 @@ def test_a_prefix_that_was_computed_here_is_found_and_may_be_evicted(folder: Pat
         assert reservation.matched_tokens == cached
         pair.start(name, reservation, OUTPUT)
         pair.run_decode()
-        assert pair.tokens(name) == expected[3]
+        assert pair.tokens(name) == expected[3][:OUTPUT]
     pair.caches[1].clear_prefixes()
-    assert pair.complete("pushed", PROMPTS[3], OUTPUT) == expected[3]
+    assert pair.complete("pushed", PROMPTS[3], OUTPUT) == expected[3][:OUTPUT]
 
 
 def test_a_prefix_is_shared_as_soon_as_its_prompt_is_computed(folder: Path) -> None:
@@ -266,7 +297,7 @@ def test_an_abort_at_any_step_frees_all(folder: Path, expected: list[list[int]],
     assert all(answer.done() for answer in pair.loops[1].abort("gone", False))
     assert pair.fanout.ended[id(gone)] == FinishReason.ABORT
     pair.run_decode()
-    assert pair.fanout.tokens[id(kept)] == expected[4]
+    assert pair.fanout.tokens[id(kept)] == expected[4][:OUTPUT]
     pair.assert_free()
 
 
@@ -324,9 +355,9 @@ def test_rows_and_chunks_share_a_forward(
     for _ in range(20):
         step_both(pair)
     assert joint[:2] == [1, 1]  # one row beside two chunks
-    assert pair.fanout.tokens[id(row)] == expected[0]
-    assert pair.fanout.tokens[id(own)] == expected[3]
-    assert pair.fanout.tokens[id(pushed)] == expected[2][1:]
+    assert pair.fanout.tokens[id(row)] == expected[0][:OUTPUT]
+    assert pair.fanout.tokens[id(own)] == expected[3][:OUTPUT]
+    assert pair.fanout.tokens[id(pushed)] == expected[2][1:OUTPUT]
     pair.assert_free()
 
 
@@ -344,7 +375,7 @@ def test_a_shared_forward_that_fails_fails_those_in_it(
     assert str(pair.fanout.ended[id(own)]) == "prefill of 'own' failed: no luck"
     assert id(later) not in pair.fanout.ended  # no room in the batch, so not in the forward
     pair.run_decode()
-    assert pair.fanout.tokens[id(later)] == expected[4]
+    assert pair.fanout.tokens[id(later)] == expected[4][:OUTPUT]
     pair.assert_free()
 
 
@@ -360,5 +391,5 @@ def test_rows_go_on_when_chunks_fail_before_the_forward(
         pair.step_decode()
     assert str(pair.fanout.ended[id(own)]) == "prefill of 'own' failed: no luck"
     pair.run_decode()
-    assert pair.fanout.tokens[id(row)] == expected[0]
+    assert pair.fanout.tokens[id(row)] == expected[0][:OUTPUT]
     pair.assert_free()

@@ -171,13 +171,14 @@ class Reservations:
 
     def narrow(self, request: DecodeRequest) -> None:
         """Narrows the room of a local request whose prompt is computed: from now on it grows by single tokens, and
-        drafts, or slides.
+        drafts, or slides. It may have only a part of its output to grow into.
 
         It takes no page that prepare() has not set aside, even if others share some by now. OutOfPages, which changes
         nothing, would say that the request may not be able to grow.
         """
-        reach = self.room.reach(request.prompt, request.max_tokens)
-        self._engine.narrow(request.sequence_id, *reach, request.prompt.sliding)
+        capacity, longest = self.room.reach(request.prompt, request.max_tokens)
+        request.reserved = min(capacity, request.reserved)
+        self._engine.narrow(request.sequence_id, request.reserved, longest, request.prompt.sliding)
 
     def mailbox(self) -> Int64Array:
         """See Transport.mailbox; counts signals that came too late."""

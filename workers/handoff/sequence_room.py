@@ -34,9 +34,10 @@ class SequenceRoom:
     def first_reach(
         self, prompt: PromptSpec, max_tokens: int, num_output: int = 0, *, local: bool = False
     ) -> tuple[int, int]:
-        """Returns reach() with the part of the output that is reserved after num_output tokens."""
+        """Returns reach() with the part of the output that is reserved after num_output tokens. With a sliding window
+        that is all of it."""
         capacity, longest = self.reach(prompt, max_tokens, local=local)
-        if self._reserved_output == 1 or local or prompt.sliding is not None:
+        if self._reserved_output == 1 or prompt.sliding is not None:
             return capacity, longest
         part = max(math.ceil(self._reserved_output * (max_tokens - num_output)), self.margin)
         return min(capacity, len(prompt) + num_output + part), longest

@@ -110,7 +110,9 @@ PARKING = (
         find="        request.reserved = min(capacity, request.reserved)\n",
         replace="        request.reserved = capacity\n",
         reason="A prompt that is computed here goes on with the pages it has, or it fails where others have the rest.",
-        tests=("tests/workers/test_both_sides.py::test_requests_whose_prompts_are_computed_here_take_pages_as_they_grow",),
+        tests=(
+            "tests/workers/test_both_sides.py::test_requests_whose_prompts_are_computed_here_take_pages_as_they_grow",
+        ),
     ),
     Mutant(
         name="anybody-passes-others",

@@ -6,6 +6,7 @@ PARKING_FILE = "workers/decode/parking.py"
 LOOPS = "tests/workers/decode/test_parking.py"
 ROWS = "tests/workers/decode/test_parked_rows.py"
 LANES = "tests/workers/decode/test_parking_lanes.py"
+YIELDED_FILE, YIELDED = "workers/decode/yielded_rows.py", "tests/workers/decode/test_yielded_rows.py"
 
 PARKING = (
     Mutant(
@@ -113,6 +114,33 @@ PARKING = (
         tests=(
             "tests/workers/test_both_sides.py::test_requests_whose_prompts_are_computed_here_take_pages_as_they_grow",
         ),
+    ),
+    Mutant(
+        name="row-again-before-its-step-is-read",
+        file=YIELDED_FILE,
+        find="[one for one in found if one not in waits]",
+        replace="[one for one in found if one not in waits or one.output]",
+        reason="A row that has paused goes on with the token of its last step, or that token is written twice.",
+        tests=(f"{YIELDED}::test_storms",),
+    ),
+    Mutant(
+        name="rows-pause-without-end",
+        file=YIELDED_FILE,
+        find="            urgent = None\n",
+        replace="            pass\n",
+        reason="Rows pause for half of the time at most, or urgent prompts without end leave others without tokens.",
+        tests=(
+            f"{YIELDED}::test_pauses_take_at_most_half_of_the_time",
+            f"{YIELDED}::test_random_pauses_are_bounded_and_lose_nobody",
+        ),
+    ),
+    Mutant(
+        name="rows-that-pause-keep-their-room",
+        file=PARKING_FILE,
+        find="[*self._rows.requests, *self._yielded.requests]",
+        replace="self._rows.requests",
+        reason="Rows that pause for one urgent request can be parked for the next, which else waits for its room.",
+        tests=(f"{YIELDED}::test_a_row_that_pauses_is_parked_for_another_request",),
     ),
     Mutant(
         name="anybody-passes-others",

@@ -165,7 +165,7 @@ class Decodes:
 
     @property
     def num_running(self) -> int:
-        return len(self._rows) + len(self._joining)
+        return len(self._rows) + len(self._joining) + self._parking.num_yielded
 
     # Steps
 
@@ -177,7 +177,7 @@ class Decodes:
     @property
     def is_busy(self) -> bool:
         """Returns whether waiting for a prompt would hold somebody up."""
-        return bool(len(self._rows) or self._awaiting or self._joining or self._steps)
+        return bool(self.num_running or self._awaiting or self._steps)
 
     @property
     def has_joining(self) -> bool:
@@ -196,7 +196,7 @@ class Decodes:
     def upkeep(self) -> float | None:
         """Tends leases, recalls, and requests whose KV has come, before a batch. Returns when it has to run again."""
         reap_again = self._reservations.reap()
-        self._joining += self._parking.upkeep()
+        self._joining += self._parking.upkeep(self._scheduler.urgent_priority)
         if self._awaiting:
             self._take_received()
         if self._joining:

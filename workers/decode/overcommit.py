@@ -6,6 +6,7 @@ import numpy as np
 
 from tandem.cache.plan.arrays import Int64Array
 from tandem.cache.plan.errors import OutOfPages
+from tandem.workers.decode.yielded_rows import YieldedRows
 from tandem.workers.engine.engine import Engine
 from tandem.workers.handoff.reservations import Reservations
 from tandem.workers.requests.decode_request import DecodeRequest
@@ -24,9 +25,12 @@ class Overcommit:
     never waits for a running one, and even a request as long as the pool can always finish.
     """
 
-    def __init__(self, engine: Engine, rows: DecodeRows, reservations: Reservations, leave: Leave) -> None:
+    def __init__(
+        self, engine: Engine, rows: DecodeRows, reservations: Reservations, leave: Leave, yielded: YieldedRows
+    ) -> None:
         """leave: parks rows once no step in flight has them."""
         self._engine, self._rows, self._reservations, self._leave = engine, rows, reservations, leave
+        self._yielded = yielded
         self._page_size = engine.layout.page_size
         self._of: list[DecodeRequest] | None = None  # the rows that the limits below belong to
         self._limits = self._full = np.zeros(0, np.int64)
@@ -74,7 +78,8 @@ class Overcommit:
 
     def _pause(self, request: DecodeRequest, length: int, may_leave: Callable[[DecodeRequest], bool]) -> None:
         lacking = self._lacking(request, length)
-        after = sorted((one for one in self._rows.requests if rank(one) > rank(request) and may_leave(one)), key=rank)
+        others = (*self._rows.requests, *self._yielded.requests)
+        after = sorted((one for one in others if rank(one) > rank(request) and may_leave(one)), key=rank)
         leaving: list[DecodeRequest] = []
         while after and max(lacking) > 0:
             leaving.append(after.pop())

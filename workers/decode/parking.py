@@ -14,6 +14,7 @@ from tandem.workers.config import LoopSettings
 from tandem.workers.counters import Counters
 from tandem.workers.decode.overcommit import Overcommit, rank
 from tandem.workers.decode.steps_in_flight import StepsInFlight
+from tandem.workers.decode.yielded_rows import YieldedRows
 from tandem.workers.engine.engine import Engine
 from tandem.workers.errors import NoRoom
 from tandem.workers.handoff.reservations import Ask, Reservations
@@ -93,7 +94,8 @@ class Parking:
         self._want: _Want | None = None
         self._decodes = decodes
         overcommits = settings.parking.reserved_output < 1
-        self._growth = Overcommit(engine, rows, reservations, self._leave) if overcommits else None
+        self._yielded = YieldedRows(rows, clock)
+        self._growth = Overcommit(engine, rows, reservations, self._leave, self._yielded) if overcommits else None
         self._refused = (0, -ASKED_SECONDS)  # priority of the last request that found no room, and when it asked
         self._granted = True  # whether a request of that priority has found room since
 
@@ -101,6 +103,11 @@ class Parking:
         """The number of requests that have begun but have no row."""
         paused = 0 if self._growth is None else len(self._growth)
         return len(self._leaving) + len(self._copying) + len(self._parked) + len(self._rising) + paused
+
+    @property
+    def num_yielded(self) -> int:
+        """The number of rows that pause while a more urgent prompt is computed."""
+        return len(self._yielded)
 
     # Requests that ask for room
 
@@ -168,9 +175,12 @@ class Parking:
 
     # Steps
 
-    def upkeep(self) -> list[DecodeRequest]:
-        """Called before each batch. Returns the requests whose pages are back, which get a row."""
+    def upkeep(self, urgent: int | None = None) -> list[DecodeRequest]:
+        """Called before each batch. Returns the requests whose pages are back, which get a row. urgent: the lowest
+        priority number of a prompt that is computed now, for which other rows pause."""
         self._copy()
+        if not self._engine.capabilities.drafts:  # a drafter goes on from the step before
+            self._rows.join(self._yielded.update(urgent, self._stepped))
         if self._growth is not None:
             comes = bool(self._leaving or self._copying)
             self._rows.join(self._growth.settle(self._is_stepped, comes=comes))
@@ -185,7 +195,7 @@ class Parking:
     @property
     def again(self) -> float | None:
         """Returns the seconds until upkeep() must be called again; None: no need."""
-        if self._copying or self._rising:
+        if self._copying or self._rising or self._yielded:
             return COPY_POLL_SECONDS
         return POLL_SECONDS if len(self) else None
 
@@ -198,6 +208,7 @@ class Parking:
         """Forgets a request that ends. True if the cache no longer has its sequence."""
         if request in self._leaving:
             self._leaving.remove(request)
+        self._yielded.forget(request)
         if self._growth is not None:
             self._growth.forget(request)
         self._rising = [one for one in self._rising if one[1] is not request]
@@ -278,14 +289,21 @@ class Parking:
         """Returns whether the request is in a step whose results are not read yet."""
         return any(step is not None and request in step.requests for step in (self._steps.behind, self._steps.reading))
 
+    def _stepped(self) -> set[DecodeRequest]:
+        """Returns the requests in steps whose results are not read yet."""
+        steps = (self._steps.behind, self._steps.reading)
+        return {request for step in steps if step is not None for request in step.requests}
+
     def _leave(self, requests: Sequence[DecodeRequest]) -> None:
         self._rows.leave(requests)
+        self._yielded.forget(*requests)
         self._leaving += requests
 
     def _chosen(self, ask: Ask) -> list[DecodeRequest]:
         """The requests that must leave to make room for `ask`; empty if even all of them would not be enough."""
         short, rows = self._reservations.shortage(ask)
-        candidates = [one for one in self._rows.requests if one.level > ask.prompt.priority and self._may_leave(one)]
+        running = [*self._rows.requests, *self._yielded.requests]
+        candidates = [one for one in running if one.level > ask.prompt.priority and self._may_leave(one)]
         candidates.sort(key=rank, reverse=True)
         first = self._slot_makers(ask, candidates)
         if first is None:

@@ -64,6 +64,7 @@ class DecodeRows:
     lengths: positions whose KV is stored once the steps launched so far are done.
     ends: the length with which a request has all tokens that it may have.
     drafted: tokens that the last launched step verified for them.
+    last_level: the highest level of a request; 0 without rows.
     stop_ids: [n, k], rows filled up with at least one NOT_FINITE, which ends a request, too.
     """
 
@@ -93,7 +94,9 @@ class DecodeRows:
         return self._steps_left
 
     def join(self, requests: Sequence[DecodeRequest]) -> None:
-        """Requests whose prompt is stored and whose last output token is on the host."""
+        """Adds requests whose prompt is stored and whose last output token is on the host."""
+        if not requests:
+            return
         rules = [request.rule for request in requests if request.rule is not None]
         before = np.array([len(request.prompt) - 1 for request in requests], np.int64)  # the first output
         self._append("tokens", np.array([request.output[-1] for request in requests], np.int64))
@@ -167,6 +170,7 @@ class DecodeRows:
         self.requests = requests
         self.sequence_ids = tuple(request.sequence_id for request in requests)
         self._first_priority = min((request.prompt.priority for request in requests), default=0)
+        self.last_level = max((request.level for request in requests), default=0)
         # Steps without a request that has all the tokens that it may have, and what they use again each time.
         self._count_steps()
         self._every_row = np.arange(len(requests))

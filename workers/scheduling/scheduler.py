@@ -10,7 +10,7 @@ from tandem.workers.scheduling.step_time import FIRST_RATE
 from tandem.workers.scheduling.token_pace import TokenPace
 
 PASSED_SECONDS = 1.0  # how long prompts of adapters in slots pass one that waits for a slot
-BESIDE_PART = 16  # beside a more urgent prompt, others get this part of max_batch_tokens
+BESIDE_PART = 64  # beside a more urgent prompt, others get this part of max_batch_tokens
 LEAST_PROMPT_TOKENS = 1  # of each step with prompts, however many decode rows there are
 
 
@@ -110,6 +110,12 @@ class Scheduler:
     def num_prompt_tokens(self) -> int:
         """The number of tokens that are not yet computed, of all prompts."""
         return sum(request.num_tokens - request.computed for request in (*self._waiting, *self._running))
+
+    @property
+    def urgent_priority(self) -> int | None:
+        """The lowest priority number of the prompts that the next steps compute; None without one."""
+        computed = (one for one in self._running if one.computed < one.num_tokens and not one.arriving)
+        return min((one.spec.priority for one in computed), default=None)
 
     def next_batch(self, *, prompts: bool = True) -> StepBatch:
         """Returns what the next step computes. Calling it again without a change in between gives the same.

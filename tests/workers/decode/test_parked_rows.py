@@ -33,8 +33,8 @@ class ParkingBench(Bench):
     def __init__(
         self, parking: ParkingSettings, slots: int = 64, lanes: MakeLanes | None = None, **options: Any
     ) -> None:
-        super().__init__(clock=lambda: self.now, parking=parking, **options)
         self.now = 1000.0
+        super().__init__(clock=lambda: self.now, parking=parking, **options)
         self.store = ParkedStore(self.receiver.pools, [slots], None, lanes)
         self.cache.keep_parked(self.store)
 

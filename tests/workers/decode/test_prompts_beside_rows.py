@@ -1,5 +1,6 @@
 """With overlap scheduling, chunks of prompts run after decode steps, and nobody waits for them."""
 
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -35,6 +36,7 @@ class PromptRunner(ScriptedRunner):
         super().__init__(cache)
         self.chunks_done = 1000  # of those launched
         self.sampling_fails = False
+        self.may_wait = False  # whether the host may wait for a prompt
         self._chunks = 0
         self._ending: list[int] = []
 
@@ -70,7 +72,7 @@ class FirstSamples:
         return self._chunk <= self._runner.chunks_done
 
     def wait(self) -> Samples:
-        if not self.is_done():
+        if not self.is_done() and not self._runner.may_wait:
             raise AssertionError("the host waits for a prompt")
         if self._runner.sampling_fails:
             raise RuntimeError("the device is gone")
@@ -87,9 +89,12 @@ def runner_of(bench: Bench) -> PromptRunner:
     return bench.runner
 
 
-def start_own(bench: Bench, name: str, prompt_tokens: int, max_tokens: int, stop: tuple[int, ...] = ()) -> TokenStream:
-    """A request whose prompt this worker computes."""
-    reservation, stream = bench.decodes.prepare(name, spec_of([1] * prompt_tokens), max_tokens, OWN_PE), TokenStream()
+def start_own(
+    bench: Bench, name: str, prompt_tokens: int, max_tokens: int, stop: tuple[int, ...] = (), priority: int = 0
+) -> TokenStream:
+    """A request whose prompt this worker computes. Raises NoRoom."""
+    prompt = replace(spec_of([1] * prompt_tokens), priority=priority)
+    reservation, stream = bench.decodes.prepare(name, prompt, max_tokens, OWN_PE), TokenStream()
     params = SamplingParams(temperature=0, max_tokens=max_tokens, stop_token_ids=stop)
     bench.decodes.start(name, reservation.reservation_id, params, stream)
     return stream

@@ -395,15 +395,15 @@ def test_lower_priorities_go_first_and_what_waits_rises(kind: type[Prompt]) -> N
     assert steps.run() == ["before", "old", "new"]
 
 
-def test_beside_a_more_urgent_prompt_others_get_a_sixteenth_of_a_batch() -> None:
+def test_beside_a_more_urgent_prompt_others_get_a_small_part_of_a_batch() -> None:
     """Without one, prompts of any priority get a whole batch."""
-    steps = Steps(budget=160)
+    steps = Steps(budget=640)
     low, high = prompt("low", 1000, None), prompt("high", 50, None, priority=-1)
     steps.add(low, prompt("low too", 1000, None))
-    assert steps.step() == [("low", 160)]
+    assert steps.step() == [("low", 640)]
     steps.add(high)
     assert steps.step() == [("high", 50), ("low", 10)]
-    assert steps.step() == [("low", 160)]
+    assert steps.step() == [("low", 350), ("low too", 290)]
 
 
 def test_beside_a_prompt_that_is_first_by_its_wait_others_get_what_is_left() -> None:

@@ -1,0 +1,59 @@
+"""Rows that pause while the prompt of a more urgent request is computed."""
+
+from collections.abc import Callable, Set
+
+from tandem.workers.requests.decode_request import DecodeRequest
+from tandem.workers.scheduling.decode_rows import DecodeRows
+from tandem.workers.wire.lease import Clock
+
+MOST_SECONDS = 1.0  # of one pause
+LEAST_SECONDS = 0.1  # of pauses that are allowed when one begins
+
+
+class YieldedRows:
+    """Takes rows out of the next steps while a prompt of a lower priority number is computed: then it has steps of its
+    own, and waits for no row's token. They keep their pages. Owned by the step thread.
+
+    All pauses together take at most half of the time, however many urgent prompts come.
+    """
+
+    def __init__(self, rows: DecodeRows, clock: Clock) -> None:
+        self._rows, self._clock = rows, clock
+        self._requests: list[DecodeRequest] = []
+        self._allowed = MOST_SECONDS  # of pauses from now on
+        self._looked = clock()
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @property
+    def requests(self) -> list[DecodeRequest]:
+        return self._requests
+
+    def update(self, urgent: int | None, stepped: Callable[[], Set[DecodeRequest]]) -> list[DecodeRequest]:
+        """Called before each batch. Returns the requests that go on, which get a row.
+
+        urgent: the lowest priority number of a prompt that is computed now; None without one. stepped: the requests in
+        steps whose results are not read yet, without which they get no row.
+        """
+        now = self._clock()
+        passed, self._looked = now - self._looked, now
+        self._allowed = min(self._allowed + (-passed if self._requests else passed), MOST_SECONDS)
+        if self._allowed <= (0 if self._requests else LEAST_SECONDS):
+            urgent = None
+        if urgent is not None and self._rows.last_level > urgent:
+            leaving = [request for request in self._rows.requests if request.level > urgent]
+            self._rows.leave(leaving)
+            self._requests += leaving
+        found = [one for one in self._requests if urgent is None or one.level <= urgent]
+        if found:
+            waits = stepped()
+            found = [one for one in found if one not in waits]
+            self.forget(*found)
+        return found
+
+    def forget(self, *requests: DecodeRequest) -> None:
+        """Forgets requests that end or leave. Others are skipped."""
+        if self._requests:
+            gone = set(requests)
+            self._requests = [one for one in self._requests if one not in gone]

@@ -121,7 +121,7 @@ PARKING = (
         find="[one for one in found if one not in waits]",
         replace="[one for one in found if one not in waits or one.output]",
         reason="A row that has paused goes on with the token of its last step, or that token is written twice.",
-        tests=(f"{YIELDED}::test_storms",),
+        tests=(f"{YIELDED}::test_random_pauses_are_bounded_and_lose_nobody",),
     ),
     Mutant(
         name="rows-pause-without-end",

@@ -6,7 +6,7 @@ It is at work in every run, so that the gate notices, too. There one process run
 import builtins
 import sys
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing import util
 from pathlib import Path
@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
+from tandem import cache, transfer, workers
 from tandem.cache.kernels.build.native_build import load_library
 from tests import tiers
 
-PRODUCT = ("cache", "transfer", "workers")
+PRODUCT = (cache, transfer, workers)
 STARTS = frozenset({"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system"})
 
 
@@ -25,12 +26,10 @@ class UnitGuard:
     """A plugin of pytest. Audit events of Python tell it what is started or imported. Import statements pass through
     it, too, because a module that another file's test has loaded is no event."""
 
-    def __init__(self, root: Path | None = None) -> None:
-        """root: the folder of the product's C sources, which unit tests find compiled; None: they stay uncompiled."""
+    def __init__(self, sources: Sequence[Path] = ()) -> None:
+        """sources: the product's C files, which unit tests find compiled."""
         self.done: list[str] = []  # by the test at work
-        self._sources = (
-            [] if root is None else sorted(path for folder in PRODUCT for path in (root / folder).rglob("*.c"))
-        )
+        self._sources = sources
         self._test = ""
         self._file = Path()  # of the test at work
         self._others: frozenset[int] = frozenset()  # threads that were there before this file's tests
@@ -88,7 +87,8 @@ class UnitGuard:
 
 
 def install(config: pytest.Config) -> None:
-    guard = UnitGuard(config.rootpath)
+    folders = [Path(path) for package in PRODUCT for path in package.__path__]
+    guard = UnitGuard(sorted(source for folder in folders for source in folder.rglob("*.c")))
     config.pluginmanager.register(guard, "unit guard")
     start = util.spawnv_passfds  # type: ignore[attr-defined]  # it has no audit event
 

@@ -17,6 +17,7 @@ from tandem.cluster.client import Client
 from tandem.cluster.metrics.cluster_series import worker_families
 from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.proto import inference_pb2
+from tandem.workers.decode import yielded_rows
 from tests.cache.late_lanes import LateLanes
 from tests.e2e.test_ranks import is_idle
 from tests.e2e.test_state_snapshots import workers_of
@@ -78,6 +79,23 @@ def test_a_parked_request_is_cancelled(tmp_path: Path) -> None:
         other.close()
         until(lambda: is_idle(island))
         assert decode_worker(island).parked_bytes_used == 0
+
+
+def test_rows_pause_while_an_urgent_prompt_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So no forward has both a row of the last priority and a chunk of the prompt."""
+    monkeypatch.setattr(yielded_rows, "MOST_SECONDS", 100.0)  # this machine may be slow
+    folder, urgent = save_checkpoint("llama", tmp_path / "model"), random_prompt(200, 2)
+    oracle, output, chunk = load_oracle(folder), 200, 16
+    settings = {"scheduler.max_batch_tokens": chunk, "gateway.priorities": [0, 10], **COLOCATED}
+    settings |= {"record.folder": str(tmp_path / "records"), "record.prompts": True}
+    with running_island(folder, settings) as island, island.client() as client:
+        low = client.generate(LONG, max_tokens=output, priority=10, **GREEDY)
+        begun = [*next(low).token_ids]
+        assert tokens_of(complete(island.address, urgent, max_tokens=1, **GREEDY)) == greedy(oracle, urgent, 1)
+        assert begun + tokens_of(list(low)) == greedy(oracle, LONG, output)
+    forwards = replay_files(sorted((tmp_path / "records").glob("*.tandemrec"))).by_name["launch"]
+    chunks = sum(-(-len(prompt) // chunk) for prompt in (LONG, urgent))
+    assert forwards == chunks + output - 1
 
 
 def mixed(island: Island, asked: Sequence[tuple[list[int], int, int]], options: dict[str, Any]) -> list[list[int]]:

@@ -10,11 +10,11 @@ import yaml
 
 from tandem.cluster.cli.samples import Samples
 from tandem.cluster.client import Client
+from tandem.cluster.credentials import ClientSecurity
 from tandem.cluster.metrics.cluster_series import worker_families
 from tandem.cluster.scaling import ScalingState
 from tests.cluster.open_gateway import PROMPT, TOKENS, open_gateway
 from tests.support.checkpoints import save_checkpoint
-from tests.support.client_requests import complete
 from tests.support.promql import Query, Recording
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -24,6 +24,7 @@ EXPRESSIONS = [target["expr"] for panel in PANELS for target in panel["targets"]
 MAY_BE_EMPTY = {"tandem:worker_token_seconds", "tandem:worker_bytes_pushed_total", "tandem:rejected_total"}
 (ALERTS,) = yaml.safe_load((ROOT / "deploy" / "prometheus" / "alerts.yaml").read_text(encoding="utf-8"))["groups"]
 RULES = {one["alert"]: one["expr"] for one in ALERTS["rules"]}
+TOKEN = "an-operators-token"
 OF_RANKS = "tandem:rank_up"  # which workers of one process have not
 WATCH = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8").partition("### What to watch")[2].partition("\n##")[0]
 WATCHED = re.findall(r"^\| (`.*?`) \|", WATCH, re.MULTILINE)
@@ -50,6 +51,7 @@ FIRES = {
     'tandem:first_token_targets_total{outcome="met"} 0 8',
     "TandemFails": 'tandem:rejected_total{frontend="http",code="503"} 4 5',
     "TandemTurnsAway": 'tandem:rejected_total{frontend="http",code="429"} 0 3\nvllm:request_success_total 0 10',
+    "TandemKeysFileStale": "tandem:keys_file_stale 0 1",
     "TandemReplays": 'tandem:replays_total{reason="lost"} 0 21',
     "TandemCorruptKv": f"tandem:worker_corrupt_total{WORKER} 0 1",
     "TandemBadHostPages": f"tandem:worker_host_bad_pages_total{WORKER} 0 1",
@@ -61,13 +63,17 @@ FIRES = {
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recording:
     """Before and after a few requests."""
-    with open_gateway(save_checkpoint("llama", tmp_path_factory.mktemp("gateway"))) as gateway:
-        with Client(gateway.grpc) as client:
+    folder = tmp_path_factory.mktemp("gateway")
+    keys = folder / "keys.yaml"
+    keys.write_text("keys: []")
+    options = {"security.keys_file": str(keys), "security.api_key": TOKEN}
+    with open_gateway(save_checkpoint("llama", folder / "model"), options) as gateway:
+        with Client(gateway.grpc, security=ClientSecurity(token=TOKEN)) as client:
             wish = ScalingState(min_islands=1, max_islands=2, wanted_islands=1, waits_for="")
             gateway.events.run(gateway.gateway.update_scaling(wish), timeout=10)
             texts = [client.metrics().text]
             for _ in range(3):
-                complete(gateway.grpc, PROMPT, max_tokens=len(TOKENS))
+                list(client.generate(PROMPT, timeout=60, max_tokens=len(TOKENS)))
             while Samples(texts[-1]).total("vllm:request_success_total") < 3:
                 texts.append(client.metrics().text)
         scrapes = [Samples(text) for text in texts]

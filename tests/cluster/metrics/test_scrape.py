@@ -10,6 +10,7 @@ import pytest
 from tandem.cluster.cli.samples import Samples
 from tandem.cluster.client import Client
 from tandem.cluster.client.client_messages import GenerateUpdate
+from tandem.cluster.credentials import ClientSecurity
 from tandem.cluster.errors import CallError, InvalidRequest, ServerError
 from tandem.cluster.scaling import ScalingState
 from tests.cluster.open_gateway import BODY, PROMPT, TOKENS, OpenGateway, open_gateway
@@ -86,16 +87,20 @@ def test_all_of_vllms_names_are_there_before_the_first_request(gateway: OpenGate
             assert labels.items() >= {"model_name": gateway.gateway._names.model[0], "engine": "0"}.items()
 
 
-def test_what_the_guide_says_to_watch_is_there(gateway: OpenGateway) -> None:
+def test_what_the_guide_says_to_watch_is_there(model: Path, tmp_path: Path) -> None:
     guide = (ROOT / "docs/deploy.md").read_text().partition("## Operating")[2]
     named = set(re.findall(r"`((?:vllm|tandem):\w+)`", guide))
     assert len(named) > 12
-    gateway.events.run(gateway.gateway.update_scaling(ScalingState(1, 4, 3, "waiting")), timeout=10)
-    found = scrape(gateway)
-    assert named <= {re.sub("_(total|bucket)$", "", name) for name in found.names}
-    assert (found.total("tandem:islands"), found.total("tandem:wanted_islands")) == (1, 3)
-    with Client(gateway.grpc) as client:
-        assert client.cluster_info().scaling.waits_for == "waiting"
+    keys, token = tmp_path / "keys.yaml", "an-operators-token"
+    keys.write_text("keys: []")
+    options = {"security.keys_file": str(keys), "security.api_key": token, "metrics.public": True}
+    with open_gateway(model, options) as gateway:
+        gateway.events.run(gateway.gateway.update_scaling(ScalingState(1, 4, 3, "waiting")), timeout=10)
+        found = scrape(gateway)
+        assert named <= {re.sub("_(total|bucket)$", "", name) for name in found.names}
+        assert (found.total("tandem:islands"), found.total("tandem:wanted_islands")) == (1, 3)
+        with Client(gateway.grpc, security=ClientSecurity(token=token)) as client:
+            assert client.cluster_info().scaling.waits_for == "waiting"
 
 
 def test_requests_through_both_frontends_count(gateway: OpenGateway) -> None:

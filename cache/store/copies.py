@@ -98,7 +98,7 @@ class PageCopies:
         self._slots = [[np.zeros(count, np.int64) for count in num_slots]]  # by memory, then by group
         self._under_way: dict[int, QueuedCopy] = {}  # by number
         self._num_bytes, self._number = [0], 0  # bytes under way, by memory
-        self._past_bytes = self._past_seconds = 0.0  # of copies up; newer ones weigh more
+        self._past_bytes = self._past_seconds = 0.0  # of copies up from memory 0; newer ones weigh more
 
     @property
     def pending(self) -> bool:
@@ -189,7 +189,8 @@ class PageCopies:
 
     @property
     def rate(self) -> float:
-        """The bytes a second of recent copies up; 0 before the first."""
+        """The bytes a second of recent copies up from memory 0; 0 before the first. Another store's copies have other
+        sizes."""
         return self._past_bytes / self._past_seconds if self._past_seconds else 0.0
 
     def _touching(self, moves: Sequence[Moves]) -> list[Copy]:
@@ -224,7 +225,7 @@ class PageCopies:
     def _forget(self, number: int) -> None:
         copy, num_bytes, up, memory = self._under_way.pop(number)
         self._num_bytes[memory] -= num_bytes
-        if up and num_bytes and copy.seconds:
+        if up and memory == 0 and num_bytes and copy.seconds:
             self._past_bytes = FORGET * self._past_bytes + num_bytes
             self._past_seconds = FORGET * self._past_seconds + copy.seconds
 

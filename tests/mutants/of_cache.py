@@ -172,6 +172,14 @@ CACHE = (
         tests=("tests/cache/store/test_host_store.py::test_a_slot_is_read_before_it_is_filled_again",),
     ),
     Mutant(
+        name="parked-copies-in-the-price-of-prefixes",
+        file="cache/store/copies.py",
+        find="if up and memory == 0 and num_bytes",
+        replace="if up and num_bytes",
+        reason="Copies of parked sequences have other sizes, and would change which prefixes are worth a copy.",
+        tests=("tests/cache/store/test_parked_store.py::test_the_rate_that_prices_prefixes_counts_no_parked_sequence",),
+    ),
+    Mutant(
         name="bad-page-from-the-host",
         file="cache/store/host_store.py",
         find="                ok[index] = False\n",

@@ -71,6 +71,6 @@ class StoreCalls:
 
     @property
     def copy_rate(self) -> float:
-        """A poll: bytes a second that copies from the store have moved lately; 0 before the first."""
+        """A poll: bytes a second that copies of prefixes from the store have moved lately; 0 before the first."""
         store = self._cache.page_store
         return 0.0 if store is None else store.copies.rate

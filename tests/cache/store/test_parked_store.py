@@ -12,6 +12,7 @@ from torch import Tensor
 from tandem.cache.plan.arrays import Int32Array
 from tandem.cache.plan.errors import InvalidArgument
 from tandem.cache.store import copies, parked_store
+from tandem.cache.store.copies import MadeCopy
 from tandem.cache.store.host_memory import OS_PAGE, HostMemory
 from tandem.cache.store.host_store import HostStore
 from tandem.cache.store.page_store import NamedPages
@@ -107,6 +108,21 @@ def test_copies_of_prefixes_hold_up_no_parking(monkeypatch: pytest.MonkeyPatch) 
     assert cache.bytes_in_copies == 2 * pools[0][0].nbytes
     assert not any(copy.is_done() for copy in made[0].made)
     cache.close()
+
+
+def test_the_rate_that_prices_prefixes_counts_no_parked_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parked sequence comes back in one copy of all its pages, which takes another time than a prefix does."""
+    pool = filled_pool()
+    host = HostStore([pool], [4])
+    parked = ParkedStore([pool], [4], host.copies)
+    monkeypatch.setattr(copies, "MadeCopy", lambda _: MadeCopy(2.0))
+    parked.put(1, ids(0, 1))
+    parked.fetch(1, ids(2, 3))
+    assert host.copies.rate == 0
+    host.put(NamedPages(0, [b"1"], ids(0)[0]))
+    host.fetch([NamedPages(0, [b"1"], ids(6)[0])])
+    parked.fetch(1, ids(4, 5))
+    assert host.copies.rate == pool[0].nbytes / 2
 
 
 def large_pool(pages: int = 8) -> torch.Tensor:

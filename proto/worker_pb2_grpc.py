@@ -131,7 +131,8 @@ class WorkerServicer(object):
 
     def ReadPrompts(self, request, context):
         """The side that computes prompts: computes prompts that nobody decodes, and answers with hidden states or logits once
-        all are computed. Nothing is pushed, and no reservation is needed. A call that ends gives its prompts up.
+        all are computed. Nothing is pushed, and no reservation is needed. A call that ends gives its prompts up. Its initial
+        metadata has `tandem-queued`, and comes once the prompts are queued.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

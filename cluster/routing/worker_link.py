@@ -25,7 +25,7 @@ from tandem.workers.config import Role
 from tandem.workers.event_loop import unwatched
 from tandem.workers.ports.authentication import authorized
 from tandem.workers.ports.tls import SERVER_NAME, Identity
-from tandem.workers.wire.messages import NO_SLOT_KEY, WOULD_PARK_KEY
+from tandem.workers.wire.messages import NO_SLOT_KEY, QUEUED_KEY, WOULD_PARK_KEY
 
 STATUS_SECONDS = 2.0
 AVOID_SECONDS = 1.0  # how long a worker that could not be reached gets no new requests
@@ -326,6 +326,15 @@ def would_park(refused: WorkerFull) -> bool:
 def lacks_slot(refused: WorkerFull) -> bool:
     """Returns whether the request found no slot for its adapter. Others may have room."""
     return _says(refused, NO_SLOT_KEY)
+
+
+def had_prompts(failed: WorkerCallError) -> bool:
+    """Returns whether the worker of a failed ReadPrompts may have computed something: it had queued the prompts, or its
+    connection was closed during the call."""
+    cause = failed.__cause__
+    if isinstance(cause, grpc.aio.AioRpcError):
+        return any(key == QUEUED_KEY for key, _ in cause.initial_metadata() or ())
+    return isinstance(cause, asyncio.CancelledError)
 
 
 def _says(refused: WorkerFull, wanted: str) -> bool:

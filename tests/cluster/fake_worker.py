@@ -13,15 +13,15 @@ from tandem.cluster.routing.worker_link import WorkerAddress
 from tandem.proto import inference_pb2, worker_pb2, worker_pb2_grpc
 from tandem.workers.config import Role
 from tandem.workers.requests.feed import Feeds
-from tandem.workers.wire.messages import NO_SLOT_KEY, WOULD_PARK_KEY, prompt_from_bytes
+from tandem.workers.wire.messages import NO_SLOT_KEY, QUEUED_KEY, WOULD_PARK_KEY, prompt_from_bytes
 
 Say = Callable[[list[int]], int]  # the next token after these
 
 
 @dataclass
 class FakeWorker(worker_pb2_grpc.WorkerServicer):
-    """Both roles at one address. fails: failures of the next calls, by their names. The sequence of a request is its
-    prompt, and `say` gives each next token."""
+    """Both roles at one address. fails: failures of the next calls, by their names; "queued ReadPrompts" are those that
+    come once it has the prompts. The sequence of a request is its prompt, and `say` gives each next token."""
 
     say: Say
     fails: dict[str, list[str]] = field(default_factory=dict)
@@ -111,6 +111,8 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
     async def ReadPrompts(self, request: worker_pb2.ReadPromptsRequest, context: Any) -> worker_pb2.ReadPromptsResponse:
         self.priorities += [one.priority for one in request.prompts]
         await self._maybe_fail("ReadPrompts", context)
+        await context.send_initial_metadata(((QUEUED_KEY, "1"),))
+        await self._maybe_fail("queued ReadPrompts", context)
         count, width = len(request.prompts), len(request.token_ids) or self.width
         return worker_pb2.ReadPromptsResponse(
             values=bytes(4 * count * width), cached_tokens=[0] * count, host_cached_tokens=[0] * count

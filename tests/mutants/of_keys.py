@@ -54,4 +54,12 @@ KEYS = (
             "tests/cluster/keys/test_far_counts.py::test_a_connection_that_is_closed_meanwhile_does_not_end_the_asking",
         ),
     ),
+    Mutant(
+        name="free-embeddings-of-lost-workers",
+        file="cluster/requests/embedding/reading.py",
+        find="had = had_prompts(error)",
+        replace="had = False",
+        reason="What a lost worker may have computed counts, as the prompts of requests that generate do.",
+        tests=(f"{DOORS}::test_prompts_whose_workers_die_count_once",),
+    ),
 )

@@ -34,7 +34,7 @@ from tandem.workers.service.rank_infos import rank_infos
 from tandem.workers.service.read_prompts import read_call, to_message
 from tandem.workers.service.reports import Reports
 from tandem.workers.service.resident import resident_bytes
-from tandem.workers.service.status import call_of, outcome, refuse
+from tandem.workers.service.status import call_of, outcome, queued, refuse
 from tandem.workers.steps.step_loop import StepLoop
 from tandem.workers.steps.step_thread import StepThread
 from tandem.workers.wire.lease import Lease
@@ -273,7 +273,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         if not request.mean:
             await self._lift(context, request.epoch, lambda: [*map(self._prompt.of, request.prompts[:MOST_READ])])
         try:
-            return to_message(await outcome(context, await self._on_step_thread(context, request.epoch, submit)))
+            return to_message(await queued(context, await self._on_step_thread(context, request.epoch, submit)))
         finally:
             self._thread.call(lambda: [readers.withdraw(call) for call in calls])  # runs after submit
 

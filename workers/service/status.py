@@ -27,7 +27,7 @@ from tandem.workers.errors import (
 )
 from tandem.workers.event_loop import unwatched
 from tandem.workers.logs import Named, of_requests
-from tandem.workers.wire.messages import NO_SLOT_KEY, WOULD_PARK_KEY
+from tandem.workers.wire.messages import NO_SLOT_KEY, QUEUED_KEY, WOULD_PARK_KEY
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -78,3 +78,10 @@ async def outcome(context: grpc.aio.ServicerContext, future: "Future[T]") -> T:
         return await asyncio.shield(unwatched(asyncio.wrap_future(future)))
     except Exception as error:
         await refuse(context, error)
+
+
+async def queued(context: grpc.aio.ServicerContext, future: "Future[T]") -> T:
+    """Returns outcome(). Tells the caller before that its prompts are queued, so that it knows even if this process
+    dies."""
+    await context.send_initial_metadata(((QUEUED_KEY, "1"),))
+    return await outcome(context, future)

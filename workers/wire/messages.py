@@ -24,6 +24,8 @@ if TYPE_CHECKING:  # as in wire_map
 WOULD_PARK_KEY = "tandem-would-park"
 NO_SLOT_KEY = "tandem-no-slot"
 """Metadata of a refused PrepareReceive: with `parks`, running requests would give room up for it."""
+QUEUED_KEY = "tandem-queued"
+"""Initial metadata of ReadPrompts. It comes once the worker has the prompts, and stays known if the worker dies."""
 PROMPT_DTYPE = np.dtype("<u4")
 RESERVATION_NUMBERS = {field.name for field in fields(Reservation)} - {"wire_map", "authentic"}
 """Fields that Reservation and its message have alike."""

@@ -27,7 +27,7 @@ from tandem.cluster.peers.table import GatewayTable
 from tandem.cluster.requests.observer import RequestObserver
 from tandem.cluster.routing.admission import AdmissionQueue
 from tandem.cluster.routing.islands import Islands
-from tandem.cluster.routing.worker_link import WorkerLink
+from tandem.cluster.routing.worker_link import WorkerLink, had_prompts
 from tandem.proto import inference_pb2, worker_pb2
 from tandem.workers.config import Role
 from tandem.workers.wire.messages import prompt_to_proto
@@ -36,7 +36,7 @@ from tandem.workers.wire.prompt_spec import MOST_READ, PromptSpec
 Values = NDArray[np.float32]
 LOOK_SECONDS = 0.02  # between two looks for a worker with room, if no call of this process has ended
 AHEAD = 3  # full forwards of these prompts per worker: it is never idle, and others wait no longer
-NOT_TAKEN = (WorkerFull, WorkerUnreachable, RequestRefused)  # the worker computed nothing, or is gone
+UNSURE = (WorkerFull, WorkerUnreachable, RequestRefused)  # the worker may never have had the prompts
 MOST_VALUES = 1 << 21  # numbers of one call's answer: messages have at most 16 MiB besides a prompt
 
 
@@ -221,15 +221,15 @@ class PromptReading:
             skipped=job.skipped,
             token_ids=job.token_ids,
         )
-        taken = True
+        had = True
         try:
             seconds = call.deadline - asyncio.get_running_loop().time()
             call.take(part, await link.read_prompts(request, max(seconds, 0.001)))
-        except NOT_TAKEN:
-            taken = False
+        except UNSURE as error:
+            had = had_prompts(error)
             raise
         finally:
-            if taken:
+            if had:
                 call.had[part.begin] = part.tokens
             place.release()
 

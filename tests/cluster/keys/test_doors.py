@@ -5,6 +5,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -442,6 +443,44 @@ def test_prompts_that_fail_count_once_a_worker_has_them(keyed: Keyed, path: str)
     keyed.opened.worker.fails.clear()
     refused = keyed.post(path, body, key)
     assert (refused.status_code, refused.headers["x-ratelimit-remaining-tokens"]) == (429, str(1000 - 2 * used))
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/score"])
+def test_prompts_whose_workers_die_count_once(keyed: Keyed, path: str) -> None:
+    body: dict[str, Any] = {"input": PROMPT} if path == "/v1/embeddings" else {"text_1": "x", "text_2": "y"}
+    key = keyed.use(requests_per_minute=2, tokens_per_minute=1000)
+    worker, links = keyed.opened.worker, keyed.opened.gateway._islands.links().values()
+    worker.width = json.loads((keyed.model / "config.json").read_text())["hidden_size"]
+
+    def asked(call: str, count: int) -> httpx.Response:
+        worker.fails[call] = ["UNAVAILABLE"] * count
+        answer = keyed.post(path, body, key)
+        worker.fails.clear()
+        wait_for(lambda: all(link.reachable for link in links))
+        return answer
+
+    assert asked("ReadPrompts", 1000).status_code >= 500  # no worker had it, so it does not count
+    again = asked("queued ReadPrompts", 1)
+    assert again.status_code == 200
+    assert asked("queued ReadPrompts", 1000).status_code >= 500
+    refused, used = keyed.post(path, body, key), again.json()["usage"]["prompt_tokens"]
+    assert (refused.status_code, refused.headers["x-ratelimit-remaining-tokens"]) == (429, str(1000 - 2 * used))
+    assert keyed.metric("tandem:key_prompt_tokens_total", key=keyed.name) == 2 * used
+
+
+def test_prompts_count_whose_worker_leaves_with_its_island(keyed: Keyed) -> None:
+    key = keyed.use(requests_per_minute=1, tokens_per_minute=1000)
+    worker, gateway = keyed.opened.worker, keyed.opened.gateway
+    worker.fails |= {"ReadPrompts": ["go on", *["UNAVAILABLE"] * 1000], "queued ReadPrompts": ["hang"]}
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(keyed.post, "/v1/embeddings", {"input": PROMPT}, key)
+        wait_for(lambda: not worker.fails["queued ReadPrompts"])
+        keyed.opened.events.run(gateway.update_island(worker.state("i", epoch=2, version=2)), timeout=10)
+        assert asking.result(30).status_code >= 500
+    worker.fails.clear()
+    wait_for(lambda: all(link.reachable for link in gateway._islands.links().values()))
+    refused = keyed.post("/v1/embeddings", {"input": PROMPT}, key)
+    assert (refused.status_code, refused.headers["x-ratelimit-remaining-tokens"]) == (429, str(1000 - len(PROMPT)))
 
 
 def test_requests_that_tokenize_count(keyed: Keyed) -> None:

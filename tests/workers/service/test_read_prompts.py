@@ -10,7 +10,7 @@ import pytest
 
 from tandem.proto import worker_pb2, worker_pb2_grpc
 from tandem.workers.ports.authentication import authorized
-from tandem.workers.wire.messages import prompt_to_bytes
+from tandem.workers.wire.messages import QUEUED_KEY, prompt_to_bytes
 from tests.support.checkpoints import save_checkpoint
 from tests.support.embedding_models import loop_of
 from tests.support.island import Island, running_island
@@ -85,6 +85,7 @@ def test_a_call_that_ends_gives_its_prompts_up(island: Island, stub: Any) -> Non
     call = stub.ReadPrompts.future(request, timeout=60)
     before = loop_of(worker).prefills.computed_tokens
     until(lambda: loop_of(worker).prefills.computed_tokens > before)
+    assert (QUEUED_KEY, "1") in list(call.initial_metadata())  # while the call goes on
     call.cancel()
     until(lambda: worker.cache.pages.free == worker.cache.pages.total and not loop_of(worker).num_waiting)
     assert loop_of(worker).prefills.computed_tokens < before + 40 * 200

@@ -5,20 +5,24 @@ Other processes wait for it, look again what they lack, and find what it has bui
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack, suppress
 from functools import partial
+from pathlib import Path
 
 from tandem.cache.kernels.build.build_once import cache_folder, locked, share_triton_cache
 from tandem.cache.kernels.build.side_by_side import Build, read_budget
 from tandem.cluster.cli.kernels.builds import STALL_SECONDS, Check, Running, Say, build_all, plan_for, start
+from tandem.cluster.cli.kernels.lock_holder import name_holder, write_holder
 from tandem.cluster.cli.kernels.plan import KernelPlan
 from tandem.cluster.config.cluster_config import ClusterConfig
 from tandem.cluster.errors import UsageError
 
 LOCK = ".builds.lock"  # in the folder of compiled kernels
 LOCK_SECONDS = 1200.0  # then a build of another process no longer counts
+LINE_SECONDS = 60.0  # between two lines about that process
 NICENESS = 10  # of compilers beside a start: its processes need the cores more
 LEAST_URGENT = 19
 
@@ -64,7 +68,9 @@ def build_once_a_host(plan: Callable[[], KernelPlan], say: Say, check: Check, bu
     with ExitStack() as held:
         with suppress(OSError):  # in a folder that cannot be written nobody builds
             cache_folder().mkdir(mode=0o700, parents=True, exist_ok=True)
-            held.enter_context(locked(cache_folder() / LOCK, LOCK_SECONDS, _Waiting(say, check)))
+            lock = cache_folder() / LOCK
+            if held.enter_context(locked(lock, LOCK_SECONDS, _Waiting(lock, say, check))):
+                write_holder(lock)
         found = plan()
         return [*found.lacking, *(builder(found, say, check) if found.missing else ())]
 
@@ -82,14 +88,16 @@ def build(niceness: int, stall_seconds: float, plan: KernelPlan, say: Say, check
 
 
 class _Waiting:
-    """Called while another process holds the lock."""
+    """Called while another process holds the lock. Names that process at once, and then every LINE_SECONDS."""
 
-    def __init__(self, say: Say, check: Check) -> None:
-        self._say, self._check = say, check
-        self._said = False
+    def __init__(self, lock: Path, say: Say, check: Check) -> None:
+        self._lock, self._say, self._check = lock, say, check
+        self._began = self._due = time.monotonic()
 
     def __call__(self) -> None:
         self._check()
-        if not self._said:
-            self._said = True
-            self._say("waits for kernels that another process of this host builds")
+        now = time.monotonic()
+        if now >= self._due:
+            self._due = now + LINE_SECONDS
+            so_far = f"{now - self._began:.0f} of at most {LOCK_SECONDS:.0f} s so far"
+            self._say(f"waits for {name_holder(self._lock)}: {so_far}")

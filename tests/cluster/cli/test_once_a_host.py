@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import os
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ from tandem.cache.kernels.build.build_once import KERNEL_CACHE, build_once, lock
 from tandem.cache.kernels.build.side_by_side import Build
 from tandem.cluster.cli.kernels import build_here, builds, once_a_host
 from tandem.cluster.cli.kernels.builds import Check, Running, Say
+from tandem.cluster.cli.kernels.lock_holder import name_holder, write_holder
 from tandem.cluster.cli.kernels.once_a_host import build_beside, build_once_a_host
 from tandem.cluster.cli.kernels.plan import KernelPlan
 from tandem.cluster.config.cluster_config import load_config
@@ -25,6 +27,20 @@ from tandem.cluster.supervision.islands.host_builds import SECTIONS
 from tests.support.waiting import until
 
 SLEEP = "import time; time.sleep(60)"
+HANGS = """import time
+from tandem.cache.kernels.build.side_by_side import Build
+from tandem.cluster.cli.kernels.once_a_host import build_once_a_host
+from tandem.cluster.cli.kernels.plan import KernelPlan
+
+def build(*_):
+    print("builds", flush=True)
+    time.sleep(600)
+
+build_once_a_host(lambda: KernelPlan((Build("a", "{}"),), ()), print, lambda: None, build)"""
+WRITES = """import sys
+from pathlib import Path
+from tandem.cluster.cli.kernels.lock_holder import write_holder
+write_holder(Path(sys.argv[1]) / ".builds.lock")"""
 
 
 def unchecked() -> None:
@@ -68,7 +84,46 @@ def test_one_start_of_a_host_builds_and_the_others_wait_for_it(folder: Path) -> 
         host.goes_on.set()
         assert [one.result(30) for one in lacking] == [["c: nvcc is not on the PATH"]] * 3
     assert host.built == ["a", "b"]
-    assert said == ["waits for kernels that another process of this host builds"] * 2
+    assert all(line.startswith("waits for ") for line in said)
+    assert len(said) == 2
+
+
+def test_a_start_names_the_process_that_it_waits_for_and_goes_on_when_that_dies(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host, said, passed = Host(folder), list[str](), list[float]()
+    host.goes_on.set()
+    monkeypatch.setattr(once_a_host, "time", SimpleNamespace(monotonic=lambda: sum(passed)))
+    with ThreadPoolExecutor(1) as starts:
+        other = subprocess.Popen([sys.executable, "-c", HANGS], stdout=subprocess.PIPE, text=True)
+        try:
+            assert other.stdout is not None
+            assert other.stdout.readline() == "builds\n"
+            start = starts.submit(build_once_a_host, host.plan, said.append, unchecked, host.build)
+            until(lambda: said)
+            passed.append(once_a_host.LINE_SECONDS)
+            until(lambda: len(said) == 2)
+        finally:
+            other.kill()
+            other.communicate()
+        start.result(30)
+    named = f"waits for process {other.pid} of this host, which has been building kernels since 20"
+    assert [line[: len(named)] for line in said] == [named] * 2
+    assert [line.rpartition(": ")[2] for line in said] == [f"{one} of at most 1200 s so far" for one in (0, 60)]
+    assert host.built == ["a", "b"]
+
+
+def test_a_process_that_has_ended_is_not_named(folder: Path) -> None:
+    """A later holder may be another user, who cannot write the file of the lock."""
+    folder.mkdir()
+    lock = folder / once_a_host.LOCK
+    subprocess.run([sys.executable, "-c", WRITES, folder], check=True)
+    assert len(lock.read_text().split()) == 3
+    assert name_holder(lock) == "another process of this host, which builds kernels"
+    write_holder(lock)
+    assert name_holder(lock).startswith(f"process {os.getpid()} of this host")
+    lock.unlink()
+    assert name_holder(lock) == "another process of this host, which builds kernels"
 
 
 def test_a_start_that_is_called_off_waits_no_longer(folder: Path) -> None:

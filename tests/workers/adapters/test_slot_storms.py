@@ -16,7 +16,7 @@ from tests.support.checkpoints import save_checkpoint
 from tests.support.oracle import greedy, load_oracle, random_prompt
 from tests.workers.adapters.test_slot_turns import ATTENTION, Made, Pair
 
-NAMES = 4
+NAMES = 6
 REQUESTS = 18
 
 

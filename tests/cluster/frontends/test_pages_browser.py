@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tandem.cluster.frontends.openai import openapi
 from tandem.cluster.routing.membership import IslandState
 from tests.cluster.open_gateway import BODY, TOKENS, OpenGateway, open_gateway
 from tests.support.browser import Tab, needs_browser, open_tab
@@ -96,13 +97,20 @@ def test_the_key_is_asked_for_and_kept_in_the_tab(tab: Tab, folder: Path) -> Non
         assert not any(TOKEN in url for url in tab.asked)
 
 
-def test_names_stay_text(tab: Tab, folder: Path) -> None:
+def test_names_stay_text(tab: Tab, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(openapi, "description", lambda routes, bodies: DOCUMENT)
     with open_gateway(folder, {"model.served_model_name": NAME}) as gateway:
         tab.open(f"http://{gateway.http}/")
         tab.until("#about", NAME)
+        assert tab.run(IMAGES) == 0
+        assert tab.run("document.title") != "taken"
         tab.open(f"http://{gateway.http}/docs")
-        tab.until("main", NAME)
-        assert tab.run("document.querySelectorAll('img').length") == 0
+        tab.until("main", f"POST{NAME}")
+        assert NAME in tab.text("#about")
+        tab.run("document.querySelector('details').open = true")
+        shown = tab.until("main", "curl")
+        assert shown.count(NAME) == 4  # the path, in a command, too, and the field with its description
+        assert tab.run(IMAGES) == 0
         assert tab.run("document.title") == "API of tandem"
 
 
@@ -150,6 +158,15 @@ def test_it_is_readable(tab: Tab, folder: Path, scheme: str) -> None:
         assert tab.run("document.documentElement.scrollWidth") <= 390  # wide tables scroll by themselves
         tab.resize(1200, 1000)
 
+
+FIELD = {"type": "string", "description": NAME}
+BODY_OF_NAMES = {"content": {"application/json": {"schema": {"properties": {NAME: FIELD}}}}}
+DOCUMENT = {
+    "info": {"title": "tandem", "version": NAME},
+    "paths": {NAME: {"post": {"requestBody": BODY_OF_NAMES, "responses": {}}}},
+    "components": {"schemas": {}},
+}
+IMAGES = "document.querySelectorAll('img').length"
 
 CONTRASTS = """(() => {
   const parts = (color) => color.match(/[\\d.]+/g).slice(0, 3).map((one) => {

@@ -15,6 +15,7 @@ from tandem.cluster.scaling import ScaleOrder, ScaleOrders, ScaleOutcome, Shape,
 from tandem.cluster.supervision.island import Island
 from tandem.cluster.supervision.islands import worker_changes
 from tandem.cluster.supervision.islands.elastic_island import LEAST_PLACES
+from tandem.transfer.errors import PeerGone
 from tandem.workers.config import Role
 from tests.cluster.fake_processes import FakeProcess, FakeProcesses, room_of_each
 from tests.cluster.supervision.test_supervisors import RECOVERY, Cluster
@@ -224,6 +225,19 @@ def elastic(
     return supervised(processes or FakeProcesses(keeps_places=True), transport="tcp", recovery=recovery, ranks=ranks)
 
 
+class Unreached(Future[Any]):
+    """A call that fails because another process has ended, whose end is seen a moment later."""
+
+    def __init__(self, lost: FakeProcess) -> None:
+        super().__init__()
+        self._lost = lost
+        self.set_exception(PeerGone("PE 0 cannot be reached"))
+
+    def result(self, timeout: float | None = None) -> Any:
+        self._lost.kill()
+        return super().result(timeout)
+
+
 def pes(cluster: Cluster) -> list[tuple[int, int]]:
     """PE and epoch of the workers that the gateway knows."""
     return [(worker.pe, worker.epoch) for worker in cluster.states[-1].workers]
@@ -374,6 +388,20 @@ class TestElasticIsland:
             assert (outcome.result(30).kept, outcome.result(30).started) == (2, 1)
             assert pes(cluster) == [(0, 1), (1, 3), (2, 3)]
             assert [state.missing for state in cluster.states] == [0, 2, 0, 0]
+
+    def test_a_loss_that_another_notices_first_is_made_up_for(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        with elastic() as cluster:
+            scale(cluster, 1, 2).result(30)
+            lost, kept, turned = cluster.last.members
+
+            def call(method: str, *arguments: object) -> Future[Any]:
+                return Unreached(lost) if method == "join" else FakeProcess.call(turned, method, *arguments)
+
+            monkeypatch.setattr(turned, "call", call)
+            assert scale(cluster, 2, 1).result(30).kept == 3
+            assert pes(cluster) == [(0, 4), (1, 1), (2, 4)]
+            assert [worker.role for worker in cluster.states[-1].workers] == [Role.PREFILL, Role.DECODE, Role.PREFILL]
+            assert not kept.killed
 
     def test_a_worker_that_is_lost_while_another_leaves_is_replaced_alone(self) -> None:
         with elastic() as cluster:

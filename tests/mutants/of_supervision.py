@@ -80,4 +80,14 @@ SUPERVISION = (
         reason="A worker frees what a lost peer was to write once none of its ranks can be written any more.",
         tests=("tests/cluster/test_scaling.py::TestElasticRanks::test_nothing_is_freed_before_all_ranks_have_cut",),
     ),
+    Mutant(
+        name="loss-taken-for-a-fault-of-the-change",
+        file="cluster/supervision/islands/worker_changes.py",
+        find="            self._island.look()\n            raise\n",
+        replace="            raise\n",
+        reason="A worker that cannot reach a lost one does not end the others, or all streams are placed again.",
+        tests=(
+            "tests/cluster/test_scaling.py::TestElasticIsland::test_a_loss_that_another_notices_first_is_made_up_for",
+        ),
+    ),
 )

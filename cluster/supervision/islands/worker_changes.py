@@ -121,7 +121,14 @@ class WorkerChanges:
             raise ReshapeFailed(f"a worker did not get another role: {error}") from error
 
     def _seat(self, pes: Collection[int], epoch: int) -> None:
-        self._island.seat(pes, epoch)
+        """Raises the loss of a worker rather than an error of another that could not reach it."""
+        try:
+            self._island.seat(pes, epoch)
+        except ProcessEnded:
+            raise
+        except TandemError:
+            self._island.look()
+            raise
         self._account.epoch = epoch
         self._updates += self._tell()
 

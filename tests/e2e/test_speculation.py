@@ -65,7 +65,7 @@ def test_tokens_equal_transformers(small_model: Path, outputs: list[list[int]], 
         assert (usage.drafted_tokens, usage.accepted_tokens) == (31, 31)
     elif right == 0:
         assert usage.accepted_tokens == 0
-        assert 2 <= usage.drafted_tokens <= 20, "drafts that never hold become rare: five of 4 tokens"
+        assert 2 <= usage.drafted_tokens <= 23, "drafts that never hold become short and rare: 4, 4, 4, 3, 3, 2, 2, 1"
     else:
         assert 0 < usage.accepted_tokens < usage.drafted_tokens
 

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from tandem import __version__
-from tandem.cluster.frontends.http.app import Routes
+from tandem.cluster.frontends.http.app import NAMED, Routes
 from tandem.cluster.frontends.http.errors import HttpError
 from tandem.cluster.frontends.http.reply import Receive, Reply, Scope, encode
 from tandem.cluster.frontends.openai.body_object import BodyObject
@@ -46,7 +46,7 @@ def description(routes: Routes, bodies: Mapping[str, type[BodyObject]]) -> dict[
         schemas[references[kind, "validation"]["$ref"].removeprefix(SCHEMAS)].pop("additionalProperties", None)
     paths = {
         path: {
-            method.lower(): _operation(bodies.get(path), references) if method == "POST" else _operation(None, {})
+            method.lower(): _operation(path, bodies.get(path) if method == "POST" else None, references)
             for method in methods
         }
         for path, (methods, _) in sorted(routes.items())
@@ -60,10 +60,12 @@ def description(routes: Routes, bodies: Mapping[str, type[BodyObject]]) -> dict[
     }
 
 
-def _operation(body: type[BodyObject] | None, references: Mapping[Any, Any]) -> dict[str, Any]:
+def _operation(path: str, body: type[BodyObject] | None, references: Mapping[Any, Any]) -> dict[str, Any]:
     error = {"application/json": {"schema": {"$ref": f"{SCHEMAS}Error"}}}
     good: dict[str, Any] = {"description": "the answer"}
     operation: dict[str, Any] = {"responses": {"200": good, "default": {"description": "an error", "content": error}}}
+    if path.endswith(NAMED):
+        operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
     if body is not None:
         schema = references[body, "validation"]
         operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}

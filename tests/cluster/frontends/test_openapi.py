@@ -54,6 +54,14 @@ def test_each_body_is_described(document: dict[str, Any]) -> None:
         assert "text/event-stream" in document["paths"][path]["post"]["responses"]["200"]["content"]
 
 
+def test_each_part_of_a_path_is_described(document: dict[str, Any]) -> None:
+    operations = [(path, one) for path, methods in document["paths"].items() for one in methods.values()]
+    for path, operation in operations:
+        described = {one["name"] for one in operation.get("parameters", ()) if one["in"] == "path" and one["required"]}
+        assert described == {*re.findall(r"{(\w+)}", path)}, path
+    assert any("parameters" in operation for _, operation in operations)
+
+
 def test_references_have_ends(document: dict[str, Any]) -> None:
     ends = {f"{SCHEMAS}{name}" for name in document["components"]["schemas"]}
     assert {*re.findall(rf"{SCHEMAS}\w+", str(document))} <= ends

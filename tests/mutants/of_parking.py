@@ -137,7 +137,7 @@ PARKING = (
     Mutant(
         name="rows-that-pause-keep-their-room",
         file=PARKING_FILE,
-        find="[*self._rows.requests, *self._yielded.requests]",
+        find="[*self._rows.requests, *self.yielded.requests]",
         replace="self._rows.requests",
         reason="Rows that pause for one urgent request can be parked for the next, which else waits for its room.",
         tests=(f"{YIELDED}::test_a_row_that_pauses_is_parked_for_another_request",),

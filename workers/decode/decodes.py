@@ -73,18 +73,13 @@ class Decodes:
         counters: Counters,
     ) -> None:
         """queue: computes this worker's own prompts."""
-        self._engine = engine
-        self._scheduler = scheduler
-        self._rows = scheduler.rows
-        self._reservations = reservations
-        self._fanout = fanout
-        self._threads = threads
-        self._eos_token_ids = settings.eos_token_ids
+        self._engine, self._scheduler, self._rows = engine, scheduler, scheduler.rows
+        self._reservations, self._fanout, self._threads = reservations, fanout, threads
+        self._eos_token_ids, self._clock = settings.eos_token_ids, clock
         self.published = PublishedPrefixes(engine, reservations, sharing=settings.sharing)
         self._awaiting: list[DecodeRequest] = []
         self._local = LocalPrompts(queue, self, reservations, fanout)
         self._joining: list[DecodeRequest] = []  # their first token came since the last batch
-        self._clock = clock
         self._delivered: float | None = None  # when the tokens of the last step came; None behind a pause
         self._beside = NOTHING  # chunks that were launched since the last step
         self._speculation, self._steps = speculation, StepsInFlight(engine, retired)
@@ -165,7 +160,12 @@ class Decodes:
 
     @property
     def num_running(self) -> int:
-        return len(self._rows) + len(self._joining) + self._parking.num_yielded
+        return len(self._rows) + len(self._joining) + len(self._parking.yielded)
+
+    @property
+    def positions(self) -> int:
+        """The positions of all rows, also of those that pause for a prompt."""
+        return self._rows.positions + self._parking.yielded.positions
 
     # Steps
 

@@ -94,8 +94,8 @@ class Parking:
         self._want: _Want | None = None
         self._decodes = decodes
         overcommits = settings.parking.reserved_output < 1
-        self._yielded = YieldedRows(rows, clock)
-        self._growth = Overcommit(engine, rows, reservations, self._leave, self._yielded) if overcommits else None
+        self.yielded = YieldedRows(rows, clock)
+        self._growth = Overcommit(engine, rows, reservations, self._leave, self.yielded) if overcommits else None
         self._refused = (0, -ASKED_SECONDS)  # priority of the last request that found no room, and when it asked
         self._granted = True  # whether a request of that priority has found room since
 
@@ -103,11 +103,6 @@ class Parking:
         """The number of requests that have begun but have no row."""
         paused = 0 if self._growth is None else len(self._growth)
         return len(self._leaving) + len(self._copying) + len(self._parked) + len(self._rising) + paused
-
-    @property
-    def num_yielded(self) -> int:
-        """The number of rows that pause while a more urgent prompt is computed."""
-        return len(self._yielded)
 
     # Requests that ask for room
 
@@ -180,7 +175,7 @@ class Parking:
         priority number of a prompt that is computed now, for which other rows pause."""
         self._copy()
         if not self._engine.capabilities.drafts:  # a drafter goes on from the step before
-            self._rows.join(self._yielded.update(urgent, self._stepped))
+            self._rows.join(self.yielded.update(urgent, self._stepped))
         if self._growth is not None:
             comes = bool(self._leaving or self._copying)
             self._rows.join(self._growth.settle(self._is_stepped, comes=comes))
@@ -195,7 +190,7 @@ class Parking:
     @property
     def again(self) -> float | None:
         """Returns the seconds until upkeep() must be called again; None: no need."""
-        if self._copying or self._rising or self._yielded:
+        if self._copying or self._rising or self.yielded:
             return COPY_POLL_SECONDS
         return POLL_SECONDS if len(self) else None
 
@@ -208,7 +203,7 @@ class Parking:
         """Forgets a request that ends. True if the cache no longer has its sequence."""
         if request in self._leaving:
             self._leaving.remove(request)
-        self._yielded.forget(request)
+        self.yielded.forget(request)
         if self._growth is not None:
             self._growth.forget(request)
         self._rising = [one for one in self._rising if one[1] is not request]
@@ -296,13 +291,13 @@ class Parking:
 
     def _leave(self, requests: Sequence[DecodeRequest]) -> None:
         self._rows.leave(requests)
-        self._yielded.forget(*requests)
+        self.yielded.forget(*requests)
         self._leaving += requests
 
     def _chosen(self, ask: Ask) -> list[DecodeRequest]:
         """The requests that must leave to make room for `ask`; empty if even all of them would not be enough."""
         short, rows = self._reservations.shortage(ask)
-        running = [*self._rows.requests, *self._yielded.requests]
+        running = [*self._rows.requests, *self.yielded.requests]
         candidates = [one for one in running if one.level > ask.prompt.priority and self._may_leave(one)]
         candidates.sort(key=rank, reverse=True)
         first = self._slot_makers(ask, candidates)

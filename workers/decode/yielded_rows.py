@@ -30,6 +30,11 @@ class YieldedRows:
     def requests(self) -> list[DecodeRequest]:
         return self._requests
 
+    @property
+    def positions(self) -> int:
+        """The positions that are stored of all these rows."""
+        return sum(len(request.prompt) + len(request.output) - 1 for request in self._requests)
+
     def update(self, urgent: int | None, stepped: Callable[[], Set[DecodeRequest]]) -> list[DecodeRequest]:
         """Called before each batch. Returns the requests that go on, which get a row.
 

@@ -141,11 +141,11 @@ class StepLoop:
 
     def figures(self) -> worker_pb2.WorkerReport:
         """Reports how busy this worker is, without its prefixes. Runs on the step thread."""
-        rows, positions = self.scheduler.rows, self.scheduler.rows.positions
+        rows, positions = self.decodes.num_running, self.decodes.positions
         pages, adapters = self.engine.pages, [one for one in self.engine.adapters if not one.removed]
         return worker_pb2.WorkerReport(
             prompt_tokens=self.scheduler.num_prompt_tokens,
-            rows=len(rows),
+            rows=rows,
             positions=positions,
             token_seconds=self.meter.token_seconds,
             prompt_tokens_per_second=self.prompt_rate,
@@ -154,7 +154,7 @@ class StepLoop:
             stored_price=self._stored_price(pages),
             adapters=b"".join(one.digest for one in adapters),
             resident_adapters=b"".join(one.digest for one in adapters if one.resident),
-            prompt_tokens_per_second_beside_rows=self.scheduler.pace.prompt_rate(len(rows), positions) if rows else 0,
+            prompt_tokens_per_second_beside_rows=self.scheduler.pace.prompt_rate(rows, positions) if rows else 0,
         )
 
     @property

@@ -14,7 +14,7 @@ from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.requests.token_stream import TokenStream
 from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.scheduling.decode_rows import DecodeRows
-from tests.workers.decode.test_overlap_scheduling import NUM_PAGES, Bench, expected
+from tests.workers.decode.test_overlap_scheduling import NUM_PAGES, PROMPT, Bench, expected
 from tests.workers.decode.test_prompts_beside_rows import PromptRunner, own, start_own
 from tests.workers.decode.test_verify_steps import LENGTH, ScriptedDrafter
 
@@ -83,6 +83,20 @@ def test_a_prompt_has_the_device_to_itself_where_all_rows_pause() -> None:
     assert bench.collector.tokens == {low: expected(1, 30), urgent: own(2, 20, 3)}
 
 
+def test_a_worker_reports_rows_that_pause() -> None:
+    """Else a router would take it for one that decodes nothing."""
+    bench = YieldingBench()
+    _, low = bench.start("low", 30, priority=5)
+    bench.step(3)
+    start_own(bench, "urgent", 30, 3)
+    bench.step(3)
+    figures = bench.loop.figures()
+    assert not len(bench.loop.scheduler.rows)
+    assert figures.rows == 1
+    assert figures.positions == PROMPT + len(bench.collector.tokens[low])
+    bench.end_all()
+
+
 def test_rows_do_not_pause_for_prompts_of_their_priority() -> None:
     bench = YieldingBench()
     bench.start("row", 30)
@@ -117,7 +131,7 @@ def test_a_row_that_pauses_is_parked_for_another_request() -> None:
     bench.step(3)
     urgent = start_own(bench, "urgent", 30, 2)  # 8 pages
     bench.step(2)
-    assert bench.decodes._parking.num_yielded == 1
+    assert len(bench.decodes._parking.yielded) == 1
     with pytest.raises(NoRoom):
         start_own(bench, "other", 30, 2)
     bench.step(2)
@@ -221,7 +235,7 @@ def test_storms(parking: ParkingSettings, drafts: str) -> None:
             bench.device.done_until = random.choice([0, 10_000, 10_000])
             bench.device.chunks_done = random.choice([0, 10_000, 10_000])
             bench.step()
-            counts["yields"] += bench.decodes._parking.num_yielded
+            counts["yields"] += len(bench.decodes._parking.yielded)
             if not waiting and not len(bench.decodes._reservations):
                 break
         assert not waiting

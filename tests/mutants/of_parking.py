@@ -116,6 +116,27 @@ PARKING = (
         ),
     ),
     Mutant(
+        name="prompts-before-a-request-that-is-parked-for-too-long",
+        file="workers/scheduling/scheduler.py",
+        find="        if self.keeps_room:\n            return\n",
+        replace="",
+        reason="Prompts for peers that come without end leave no room for a parked request, unless they wait for it.",
+        tests=(
+            "tests/workers/test_both_sides.py::test_a_parked_request_goes_on_though_prompts_for_a_peer_come_without_end",
+        ),
+    ),
+    Mutant(
+        name="prompts-wait-while-kv-of-a-peer-is-awaited",
+        file=PARKING_FILE,
+        find=" and not self._reservations.awaits_peers",
+        replace="",
+        reason="Two workers wait for each other if both hold prompts back for a parked request whose place awaits KV.",
+        tests=(
+            "tests/workers/test_both_sides.py"
+            "::test_workers_do_not_wait_for_each_other_with_requests_that_are_parked_for_too_long",
+        ),
+    ),
+    Mutant(
         name="row-again-before-its-step-is-read",
         file=YIELDED_FILE,
         find="[one for one in found if one not in waits]",

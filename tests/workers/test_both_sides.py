@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -216,6 +216,56 @@ def test_requests_whose_prompts_are_computed_here_take_pages_as_they_grow(
     assert ended[0] == 0  # the first one never gives way
     assert [pair.fanout.tokens[id(stream)] for stream in streams] == [expected[4]] * 3
     assert pair.decode_counters.parks > 0
+    pair.assert_free()
+
+
+def test_a_parked_request_goes_on_though_prompts_for_a_peer_come_without_end(folder: Path) -> None:
+    """It needs 10 of 12 pages, and prompts use 5 or more at any time. They wait once it has waited for a second."""
+    prompt = random_prompt(20, 1)
+    undisturbed = LoopPair(folder, num_pages=12)
+    due = ask(undisturbed, "long", prompt, (1, 1), 60)
+    undisturbed.run_decode()
+    pair = LoopPair(folder, num_pages=12, parking=replace(OVERCOMMIT, seconds=1.0))
+    long, open_ = ask(pair, "long", prompt, (0, 0), 60), list[TokenStream]()
+    for number in range(500):
+        with suppress(NoRoom):
+            open_.append(ask(pair, f"r{number}", PROMPTS[4], (0, 1), 2))
+        pair.clock.now += 0.05
+        step_both(pair)
+        open_ = [one for one in open_ if id(one) not in pair.fanout.ended]
+        if id(long) in pair.fanout.ended:
+            break
+    assert pair.fanout.tokens[id(long)] == undisturbed.fanout.tokens[id(due)]
+    assert pair.prefill_counters.parks > 0
+    for _ in range(60):
+        step_both(pair)
+    assert all(pair.fanout.ended[id(one)] == FinishReason.LENGTH for one in open_)
+    pair.assert_free()
+
+
+def test_workers_do_not_wait_for_each_other_with_requests_that_are_parked_for_too_long(
+    folder: Path, expected: list[list[int]]
+) -> None:
+    """On each worker one is parked. Its place is held for KV, for which the other worker has the prompt."""
+    pair = LoopPair(folder, num_pages=64, most=1, parking=ParkingSettings(most=4, seconds=0.5))
+    streams, params = [TokenStream() for _ in range(4)], pair.params(OUTPUT)
+    for priority in (5, 0):
+        spec, offers = replace(spec_of(PROMPTS[1]), priority=priority), list[Reservation]()
+        for pe, loop in enumerate(pair.loops):
+            name, writer = f"{priority} at {pe}", pe if priority else 1 - pe
+            offers.append(loop.decodes.prepare(name, spec, OUTPUT, writer))
+            loop.decodes.start(name, offers[pe].reservation_id, params, streams[2 * (not priority) + pe])
+        for _ in range(3):
+            pair.clock.now += 0.3
+            step_both(pair)
+    assert [loop.engine.pages.parked for loop in pair.loops] == [1, 1]
+    for pe, loop in enumerate(pair.loops):
+        loop.prefills.submit(f"0 at {1 - pe}", spec, params, offers[1 - pe])
+        loop.prefills.attend(f"0 at {1 - pe}")
+    for _ in range(40):
+        step_both(pair)
+    tokens = [pair.fanout.tokens.get(id(stream)) for stream in streams]
+    assert tokens == [expected[1][:OUTPUT]] * 2 + [expected[1][1:OUTPUT]] * 2
     pair.assert_free()
 
 

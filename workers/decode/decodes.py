@@ -84,7 +84,7 @@ class Decodes:
         self._beside = NOTHING  # chunks that were launched since the last step
         self._speculation, self._steps = speculation, StepsInFlight(engine, retired)
         self._masks, self._prepared = GuideMasks(engine), PreparedRow(engine)
-        self._parking = Parking(engine, self._rows, reservations, self._steps, counters, settings, clock, self)
+        self._parking = Parking(engine, scheduler, reservations, self._steps, counters, settings, clock, self)
         self._unpublished: list[DecodeRequest] = []
         self.decoded_tokens = 0  # so far
 
@@ -196,7 +196,7 @@ class Decodes:
     def upkeep(self) -> float | None:
         """Tends leases, recalls, and requests whose KV has come, before a batch. Returns when it has to run again."""
         reap_again = self._reservations.reap()
-        self._joining += self._parking.upkeep(self._scheduler.urgent_priority)
+        self._joining += self._parking.upkeep()
         if self._awaiting:
             self._take_received()
         if self._joining:

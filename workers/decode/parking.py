@@ -20,7 +20,7 @@ from tandem.workers.errors import NoRoom
 from tandem.workers.handoff.reservations import Ask, Reservations
 from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.scheduling.ageing import level
-from tandem.workers.scheduling.decode_rows import DecodeRows
+from tandem.workers.scheduling.scheduler import Scheduler
 from tandem.workers.wire.lease import Clock
 from tandem.workers.wire.reservation import Reservation
 
@@ -55,7 +55,8 @@ class Parking:
     A request without room parks running requests with higher priority numbers, if that makes enough room: the highest
     number first, and among equal ones the latest arrival. Parked requests resume in the order of their levels (see
     ageing) as soon as there is room. A new request waits behind parked ones of its own or a lower level. A request
-    keeps the level at which it resumed, so the requests that it waited for cannot park it again.
+    keeps the level at which it resumed, so the requests that it waited for cannot park it again. One that has been
+    parked for too long goes before all that wait for room, also before prompts for peers.
 
     A request that lacks nothing but a sequence does not wait until others are copied: it replaces them at once.
 
@@ -72,7 +73,7 @@ class Parking:
     def __init__(
         self,
         engine: Engine,
-        rows: DecodeRows,
+        scheduler: Scheduler,
         reservations: Reservations,
         steps: StepsInFlight,
         counters: Counters,
@@ -81,7 +82,8 @@ class Parking:
         decodes: Ends,
     ) -> None:
         """decodes: ends a dropped request, which the gateway then places again."""
-        self._engine, self._rows, self._reservations, self._steps = engine, rows, reservations, steps
+        self._engine, self._scheduler, self._reservations, self._steps = engine, scheduler, reservations, steps
+        self._rows = rows = scheduler.rows
         self._counters = counters
         self._most, self._seconds = settings.parking.most, settings.parking.seconds
         self._priority_seconds, self._max_sequences = settings.priority_seconds, settings.max_sequences
@@ -170,12 +172,11 @@ class Parking:
 
     # Steps
 
-    def upkeep(self, urgent: int | None = None) -> list[DecodeRequest]:
-        """Called before each batch. Returns the requests whose pages are back, which get a row. urgent: the lowest
-        priority number of a prompt that is computed now, for which other rows pause."""
+    def upkeep(self) -> list[DecodeRequest]:
+        """Called before each batch. Returns the requests whose pages are back, which get a row."""
         self._copy()
         if not self._engine.capabilities.drafts:  # a drafter goes on from the step before
-            self._rows.join(self.yielded.update(urgent, self._stepped))
+            self._rows.join(self.yielded.update(self._scheduler.urgent_priority, self._stepped))
         if self._growth is not None:
             comes = bool(self._leaving or self._copying)
             self._rows.join(self._growth.settle(self._is_stepped, comes=comes))
@@ -185,6 +186,7 @@ class Parking:
         self._slotless.clear()
         if self._parked:
             self._resume()
+        self._scheduler.keeps_room = self._keeps_room
         return self._risen() if self._rising else []
 
     @property
@@ -348,6 +350,13 @@ class Parking:
         if self._want is not None and self._want.ask.prompt.priority < own:
             return True
         return priority < own and self._clock() - when < ASKED_SECONDS
+
+    @property
+    def _keeps_room(self) -> bool:
+        """Whether waiting prompts get no room, because a request has been parked for too long. Not while this worker
+        awaits KV from peers: their prompts may wait for prompts of this worker."""
+        late = (self._level(one) <= FIRST for one in self._parked if one not in self._slotless)
+        return any(late) and not self._reservations.awaits_peers
 
     @property
     def _waiting(self) -> list[DecodeRequest]:

@@ -74,8 +74,7 @@ class Reservations:
         self.slots = SlotTurns(engine, clock, settings.priority_seconds)
         self._sharing = settings.sharing
         self._verify = settings.verify
-        self._lease_seconds = settings.lease_seconds
-        self._clock = clock
+        self._lease_seconds, self._clock = settings.lease_seconds, clock
         self._signals = SignalBoard(engine.peers.num_signals)
         self._requests: dict[str, DecodeRequest] = {}
         self._offers: dict[str, Reservation] = {}
@@ -93,6 +92,11 @@ class Reservations:
     def decoded(self) -> list[DecodeRequest]:
         """Returns the requests that have their first token, and have neither ended nor been parked."""
         return [request for request in self._requests.values() if request.output and not request.parked]
+
+    @property
+    def awaits_peers(self) -> bool:
+        """Whether a peer may still write for a request."""
+        return not all(request.received for request in self._requests.values())
 
     def refuse(self, prefix: str) -> None:
         """Refuses, from now on, every request whose id begins with `prefix`."""

@@ -89,13 +89,7 @@ class Prefills:
         Launches its first forward where there is nothing else to do; its first token is in the future once it is
         sampled. One prompt at a time: another is not heeded, nor is one that has ended or came before: None.
         """
-        scheduler = self._scheduler
-        if (
-            not self._handoff.is_new(request_id)
-            or scheduler.num_waiting
-            or scheduler.num_running
-            or len(scheduler.rows)
-        ):
+        if not self._handoff.is_new(request_id) or not self._scheduler.is_idle:
             return None
         return self._speculative.take(request_id, prompt)
 

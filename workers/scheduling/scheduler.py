@@ -35,6 +35,8 @@ class Scheduler:
         self._waiting: dict[Prompt, None] = {}  # these two keep the order in which prompts came
         self._running: dict[Prompt, None] = {}
         self._asked_in_vain: Prompt | None = None
+        self.keeps_room = False
+        """Whether what becomes free is for a request of this worker, and for no waiting prompt."""
 
     def add(self, request: Prompt) -> None:
         """Queues a prompt. One that has its room runs at once."""
@@ -64,6 +66,8 @@ class Scheduler:
         The caller takes the room of each prompt before it asks for the next.
         """
         self._asked_in_vain = None
+        if self.keeps_room:
+            return
         lacking: set[bytes] = set()
         passes = True
         for request in self._order.for_room(self._waiting):
@@ -83,6 +87,11 @@ class Scheduler:
     def lacks_room(self) -> bool:
         """Whether the waiting prompt whose turn it was has found none: what becomes free is for it."""
         return self._asked_in_vain is not None and self._asked_in_vain in self._waiting
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is or will be computed."""
+        return not (self._waiting or self._running or len(self.rows) or self.keeps_room)
 
     def is_waiting(self, request: Prompt) -> bool:
         return request in self._waiting

@@ -148,7 +148,8 @@ class Scheduler:
         rows, chunks = len(self.rows), list[Chunk]()
         # Rows' steps would wait for the pages of a prompt that are arriving.
         turns = (one for one in self._order.for_chunks(self._running) if not (rows and one.arriving))
-        most, used, beside = dict[int, int](), 0, self._max_batch_tokens // BESIDE_PART
+        most, used = dict[int, int](), 0
+        beside = max(self._max_batch_tokens // BESIDE_PART, LEAST_PROMPT_TOKENS)
         first: int | None = None  # the lowest priority of a chunk
         for request in turns:
             priority = request.spec.priority

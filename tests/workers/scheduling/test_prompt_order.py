@@ -406,6 +406,15 @@ def test_beside_a_more_urgent_prompt_others_get_a_small_part_of_a_batch() -> Non
     assert steps.step() == [("low", 350), ("low too", 290)]
 
 
+def test_beside_more_urgent_prompts_others_get_a_token_of_a_small_batch() -> None:
+    """Else short urgent prompts in each step would leave them nothing."""
+    steps = Steps(budget=32)
+    steps.add(prompt("low", 1000, None))
+    for name in "abc":
+        steps.add(prompt(name, 20, None, priority=-1))
+        assert steps.step() == [(name, 20), ("low", 1)]
+
+
 def test_beside_a_prompt_that_is_first_by_its_wait_others_get_what_is_left() -> None:
     steps = Steps(budget=160)
     steps.add(prompt("old", 10, None, now=-280.0, priority=8), prompt("new", 20, None), prompt("next", 1000, None))

@@ -156,6 +156,8 @@ class Scheduler:
             if priority not in most:
                 most[priority] = self._most_tokens(request)
             budget, follows = most[priority] - used, first is not None and first < priority
+            if follows and request.arriving:  # the more urgent one would wait for its pages
+                continue
             if follows:
                 budget = min(budget, beside)
             if budget <= 0 and chunks:

@@ -415,6 +415,19 @@ def test_beside_more_urgent_prompts_others_get_a_token_of_a_small_batch() -> Non
         assert steps.step() == [(name, 20), ("low", 1)]
 
 
+def test_a_more_urgent_prompt_does_not_wait_for_the_pages_of_another() -> None:
+    """Rows that pause for it would wait for them, too."""
+    steps = Steps(budget=640)
+    arriving, low, high = (
+        prompt(name, 1000, None, priority=at) for at, name in ((5, "arriving"), (5, "low"), (0, "high"))
+    )
+    steps.add(arriving, low, high)
+    arriving.arriving = True
+    assert steps.step() == [("high", 640)]
+    assert steps.step() == [("high", 360), ("low", 10)]
+    assert steps.step() == [("arriving", 640)]
+
+
 def test_beside_a_prompt_that_is_first_by_its_wait_others_get_what_is_left() -> None:
     steps = Steps(budget=160)
     steps.add(prompt("old", 10, None, now=-280.0, priority=8), prompt("new", 20, None), prompt("next", 1000, None))

@@ -137,14 +137,6 @@ PARKING = (
         ),
     ),
     Mutant(
-        name="row-again-before-its-step-is-read",
-        file=YIELDED_FILE,
-        find="[one for one in found if one not in waits]",
-        replace="[one for one in found if one not in waits or one.output]",
-        reason="A row that has paused goes on with the token of its last step, or that token is written twice.",
-        tests=(f"{YIELDED}::test_random_pauses_are_bounded_and_lose_nobody",),
-    ),
-    Mutant(
         name="rows-pause-without-end",
         file=YIELDED_FILE,
         find="            urgent = None\n",

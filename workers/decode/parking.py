@@ -176,7 +176,7 @@ class Parking:
         """Called before each batch. Returns the requests whose pages are back, which get a row."""
         self._copy()
         if not self._engine.capabilities.drafts:  # a drafter goes on from the step before
-            self._rows.join(self.yielded.update(self._scheduler.urgent_priority, self._stepped))
+            self._rows.join(self.yielded.update(self._scheduler.urgent_priority))
         if self._growth is not None:
             comes = bool(self._leaving or self._copying)
             self._rows.join(self._growth.settle(self._is_stepped, comes=comes))
@@ -285,11 +285,6 @@ class Parking:
     def _is_stepped(self, request: DecodeRequest) -> bool:
         """Returns whether the request is in a step whose results are not read yet."""
         return any(step is not None and request in step.requests for step in (self._steps.behind, self._steps.reading))
-
-    def _stepped(self) -> set[DecodeRequest]:
-        """Returns the requests in steps whose results are not read yet."""
-        steps = (self._steps.behind, self._steps.reading)
-        return {request for step in steps if step is not None for request in step.requests}
 
     def _leave(self, requests: Sequence[DecodeRequest]) -> None:
         self._rows.leave(requests)

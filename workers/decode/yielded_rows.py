@@ -1,7 +1,5 @@
 """Rows that pause while the prompt of a more urgent request is computed."""
 
-from collections.abc import Callable, Set
-
 from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.scheduling.decode_rows import DecodeRows
 from tandem.workers.wire.lease import Clock
@@ -35,26 +33,23 @@ class YieldedRows:
         """The positions that are stored of all these rows."""
         return sum(len(request.prompt) + len(request.output) - 1 for request in self._requests)
 
-    def update(self, urgent: int | None, stepped: Callable[[], Set[DecodeRequest]]) -> list[DecodeRequest]:
-        """Called before each batch. Returns the requests that go on, which get a row.
+    def update(self, urgent: int | None) -> list[DecodeRequest]:
+        """Called before each batch, and the step in flight is read before the next call. So a row that left in an
+        earlier call has all its tokens. Returns the requests that go on, which get a row.
 
-        urgent: the lowest priority number of a prompt that is computed now; None without one. stepped: the requests in
-        steps whose results are not read yet, without which they get no row.
+        urgent: the lowest priority number of a prompt that is computed now; None without one.
         """
         now = self._clock()
         passed, self._looked = now - self._looked, now
         self._allowed = min(self._allowed + (-passed if self._requests else passed), MOST_SECONDS)
         if self._allowed <= (0 if self._requests else LEAST_SECONDS):
             urgent = None
+        found = [one for one in self._requests if urgent is None or one.level <= urgent]
+        self.forget(*found)
         if urgent is not None and self._rows.last_level > urgent:
             leaving = [request for request in self._rows.requests if request.level > urgent]
             self._rows.leave(leaving)
             self._requests += leaving
-        found = [one for one in self._requests if urgent is None or one.level <= urgent]
-        if found:
-            waits = stepped()
-            found = [one for one in found if one not in waits]
-            self.forget(*found)
         return found
 
     def forget(self, *requests: DecodeRequest) -> None:

@@ -76,6 +76,13 @@ def test_more_prompts_than_pages_wait_for_each_other(island: Island, stub: Any) 
     np.testing.assert_allclose(np.frombuffer(together.values, "<f4"), expected, rtol=0, atol=1e-5)
 
 
+def test_a_call_is_told_that_its_prompts_are_queued(island: Island, stub: Any) -> None:
+    request = worker_pb2.ReadPromptsRequest(request_id="told", epoch=island.workers[0].config.epoch, prompts=[PROMPT])
+    call = stub.ReadPrompts.future(request, timeout=60)
+    assert (QUEUED_KEY, "1") in list(call.initial_metadata())
+    assert call.result().values
+
+
 def test_a_call_that_ends_gives_its_prompts_up(island: Island, stub: Any) -> None:
     worker = island.workers[0]
     prompts = [
@@ -85,7 +92,6 @@ def test_a_call_that_ends_gives_its_prompts_up(island: Island, stub: Any) -> Non
     call = stub.ReadPrompts.future(request, timeout=60)
     before = loop_of(worker).prefills.computed_tokens
     until(lambda: loop_of(worker).prefills.computed_tokens > before)
-    assert (QUEUED_KEY, "1") in list(call.initial_metadata())  # while the call goes on
     call.cancel()
     until(lambda: worker.cache.pages.free == worker.cache.pages.total and not loop_of(worker).num_waiting)
     assert loop_of(worker).prefills.computed_tokens < before + 40 * 200

@@ -1,5 +1,6 @@
 """Requests that give their room up to others and go on, in a cluster: tokens against transformers'."""
 
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from tandem.cluster.metrics.cluster_series import worker_families
 from tandem.cluster.tools.random_checkpoint import make_checkpoint
 from tandem.proto import inference_pb2
 from tandem.workers.decode import yielded_rows
+from tandem.workers.runner.model_runner import ModelRunner
 from tests.cache.late_lanes import LateLanes
 from tests.e2e.test_ranks import is_idle
 from tests.e2e.test_state_snapshots import workers_of
@@ -63,8 +65,15 @@ def test_streams_pause_and_go_on(tmp_path: Path) -> None:
         assert max(one.value for one in samples["tandem:worker_parked_bytes"]) == worker.parked_bytes
 
 
-def test_a_parked_request_is_cancelled(tmp_path: Path) -> None:
-    folder = save_checkpoint("llama", tmp_path)
+def test_a_parked_request_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are slow, so that it is seen to be parked before the others end."""
+    folder, step = save_checkpoint("llama", tmp_path), ModelRunner.step
+
+    def slow(self: ModelRunner, *given: Any, **options: Any) -> Any:
+        time.sleep(0.02)
+        return step(self, *given, **options)
+
+    monkeypatch.setattr(ModelRunner, "step", slow)
     with running_island(folder, FEW) as island, island.client() as client:
         low = client.generate(LONG, max_tokens=OUTPUT, priority=10, **GREEDY)
         next(low)

@@ -49,8 +49,7 @@ class Overcommit:
         still leaving, which frees pages."""
         found: list[DecodeRequest] = []
         for request in sorted((one for one in self._paused if not is_stepped(one)), key=rank):
-            length = len(request.prompt) + len(request.output) - 1
-            if self._grows(request, length):
+            if self._grows(request, request.length):
                 found.append(request)
             elif comes:
                 continue

@@ -58,7 +58,8 @@ class Parking:
     keeps the level at which it resumed, so the requests that it waited for cannot park it again. One that has been
     parked for too long goes before all that wait for room, also before prompts for peers.
 
-    A request that lacks nothing but a sequence does not wait until others are copied: it replaces them at once.
+    A request that lacks nothing but a sequence does not wait until others are copied: it replaces them at once. Rows
+    pause while its prompt is computed, see YieldedRows.
 
     Steps of other rows run while a request is copied. Its pages are freed, and it gets a row again, once its copies are
     done on all ranks.

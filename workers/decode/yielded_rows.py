@@ -4,8 +4,8 @@ from tandem.workers.requests.decode_request import DecodeRequest
 from tandem.workers.scheduling.decode_rows import DecodeRows
 from tandem.workers.wire.lease import Clock
 
-MOST_SECONDS = 1.0  # of one pause
-LEAST_SECONDS = 0.1  # of pauses that are allowed when one begins
+MOST_SECONDS = 1.0  # that rows may pause; used up by pauses, and regained as fast between them
+LEAST_SECONDS = 0.1  # that must be left when a pause begins
 
 
 class YieldedRows:
@@ -18,7 +18,7 @@ class YieldedRows:
     def __init__(self, rows: DecodeRows, clock: Clock) -> None:
         self._rows, self._clock = rows, clock
         self._requests: list[DecodeRequest] = []
-        self._allowed = MOST_SECONDS  # of pauses from now on
+        self._allowed = MOST_SECONDS  # what is left
         self._looked = clock()
 
     def __len__(self) -> int:
@@ -31,7 +31,7 @@ class YieldedRows:
     @property
     def positions(self) -> int:
         """The positions that are stored of all these rows."""
-        return sum(len(request.prompt) + len(request.output) - 1 for request in self._requests)
+        return sum(request.length for request in self._requests)
 
     def update(self, urgent: int | None) -> list[DecodeRequest]:
         """Called before each batch, and the step in flight is read before the next call. So a row that left in an

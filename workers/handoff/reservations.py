@@ -96,7 +96,7 @@ class Reservations:
     @property
     def awaits_peers(self) -> bool:
         """Whether a peer may still write for a request."""
-        return not all(request.received for request in self._requests.values())
+        return any(not request.received for request in self._requests.values())
 
     def refuse(self, prefix: str) -> None:
         """Refuses, from now on, every request whose id begins with `prefix`."""

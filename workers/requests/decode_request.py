@@ -75,6 +75,11 @@ class DecodeRequest:
         )
 
     @property
+    def length(self) -> int:
+        """The number of positions whose KV is stored once all tokens so far are on the host: all but the last one's."""
+        return len(self.prompt) + len(self.output) - 1
+
+    @property
     def is_local(self) -> bool:
         """Whether this worker computes the prompt itself."""
         return self.signal is None

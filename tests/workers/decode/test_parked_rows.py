@@ -10,13 +10,13 @@ import pytest
 
 from tandem.cache.store.lanes import MakeLanes
 from tandem.cache.store.parked_store import ParkedStore
-from tandem.workers.config import ParkingSettings, SpeculationSettings
+from tandem.workers.config import ParkingSettings
 from tandem.workers.errors import NoRoom
 from tandem.workers.requests.token_stream import TokenStream
 from tandem.workers.sampling.finish import FinishReason
 from tests.cache.late_lanes import LateLanes
 from tests.workers.decode.test_overlap_scheduling import NUM_PAGES, Bench, ScriptedRunner, expected
-from tests.workers.decode.test_verify_steps import LENGTH, ScriptedDrafter
+from tests.workers.decode.test_verify_steps import drafting
 
 WHOLE, PART = ParkingSettings(most=8, seconds=1e6), ParkingSettings(most=8, seconds=1e6, reserved_output=0.05)
 
@@ -91,10 +91,7 @@ def test_storms(parking: ParkingSettings, drafts: str, runner: type[ScriptedRunn
     counts = Counter[str]()
     for seed in range(3):
         random = Random(seed)
-        options: dict[str, Any] = {}
-        if drafts != "none":
-            drafter = ScriptedDrafter(right=0.7, idle=0.2, seed=seed)
-            options = {"drafter": drafter, "speculation": SpeculationSettings("ngram", LENGTH, 32)}
+        options = drafting(drafts, seed)
         if runner is LateRunner:
             options["lanes"] = partial(LateLanes, random=Random(seed), most_looks=12)
         bench = ParkingBench(parking, runner=runner, slots=random.choice([24, 64]), **options)

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -54,6 +54,14 @@ class EarlyDrafter(ScriptedDrafter):
 
     def _draft(self, ask: DraftAsk) -> Int64Array:
         return super()._draft(ask)[: 0 if ask.context.size >= self.END else None]
+
+
+def drafting(drafts: str, seed: int) -> dict[str, Any]:
+    """Returns the options of a storm's Bench; none where drafts is "none"."""
+    if drafts == "none":
+        return {}
+    drafter = ScriptedDrafter(right=0.7, idle=0.2, seed=seed)
+    return {"drafter": drafter, "speculation": SpeculationSettings("ngram", LENGTH, 32)}
 
 
 def bench_with(drafter: ScriptedDrafter, max_step_tokens: int = 32) -> Bench:

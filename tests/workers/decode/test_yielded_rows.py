@@ -7,7 +7,7 @@ from typing import Any, cast
 import pytest
 
 from tandem.cache.store.parked_store import ParkedStore
-from tandem.workers.config import ParkingSettings, SpeculationSettings
+from tandem.workers.config import ParkingSettings
 from tandem.workers.decode.yielded_rows import LEAST_SECONDS, MOST_SECONDS, YieldedRows
 from tandem.workers.errors import NoRoom
 from tandem.workers.requests.decode_request import DecodeRequest
@@ -16,7 +16,7 @@ from tandem.workers.sampling.finish import FinishReason
 from tandem.workers.scheduling.decode_rows import DecodeRows
 from tests.workers.decode.test_overlap_scheduling import NUM_PAGES, PROMPT, Bench, expected
 from tests.workers.decode.test_prompts_beside_rows import PromptRunner, own, start_own
-from tests.workers.decode.test_verify_steps import LENGTH, ScriptedDrafter
+from tests.workers.decode.test_verify_steps import drafting
 
 NO_PARKING, PARKING = ParkingSettings(), ParkingSettings(most=8, seconds=1e6)
 OVERCOMMIT = ParkingSettings(most=8, seconds=1e6, reserved_output=0.05)
@@ -204,10 +204,7 @@ def test_storms(parking: ParkingSettings, drafts: str) -> None:
     counts = Counter[str]()
     for seed in range(5):
         random = Random(seed)
-        options: dict[str, Any] = {}
-        if drafts != "none":
-            drafter = ScriptedDrafter(right=0.7, idle=0.2, seed=seed)
-            options = {"drafter": drafter, "speculation": SpeculationSettings("ngram", LENGTH, 32)}
+        options = drafting(drafts, seed)
         bench = YieldingBench(parking, **options)
         bench.device.may_wait = True
         if drafts == "followed":

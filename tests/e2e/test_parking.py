@@ -42,16 +42,28 @@ def decode_worker(island: Island) -> inference_pb2.WorkerInfo:
     return next(one for one in workers_of(island) if one.role == inference_pb2.ROLE_DECODE)
 
 
+@pytest.fixture
+def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Running requests are still there when a busy machine sends others, or looks."""
+    step = ModelRunner.step
+
+    def slow(self: ModelRunner, *given: Any, **options: Any) -> Any:
+        time.sleep(0.02)
+        return step(self, *given, **options)
+
+    monkeypatch.setattr(ModelRunner, "step", slow)
+
+
+@pytest.mark.usefixtures("slow_steps")
 def test_streams_pause_and_go_on(tmp_path: Path) -> None:
     folder = save_checkpoint("llama", tmp_path)
     oracle = load_oracle(folder)
-    expected = greedy(oracle, LONG, OUTPUT)
+    expected, due = greedy(oracle, LONG, OUTPUT), greedy_all(oracle, SHORT, NUM_SHORT)
     with running_island(folder, FEW) as island, island.client() as client:
         streams = [client.generate(LONG, max_tokens=OUTPUT, priority=10, **GREEDY) for _ in range(2)]
         begun = [[*next(stream).token_ids] for stream in streams]
-        for prompt in SHORT:
-            updates = complete(island.address, prompt, max_tokens=NUM_SHORT, **GREEDY)
-            assert tokens_of(updates) == greedy(oracle, prompt, NUM_SHORT)
+        for prompt, tokens in zip(SHORT, due, strict=True):
+            assert tokens_of(complete(island.address, prompt, max_tokens=NUM_SHORT, **GREEDY)) == tokens
         assert decode_worker(island).counters.parks
         for first, stream in zip(begun, streams, strict=True):
             assert first + tokens_of(list(stream)) == expected
@@ -65,15 +77,9 @@ def test_streams_pause_and_go_on(tmp_path: Path) -> None:
         assert max(one.value for one in samples["tandem:worker_parked_bytes"]) == worker.parked_bytes
 
 
-def test_a_parked_request_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps are slow, so that it is seen to be parked before the others end."""
-    folder, step = save_checkpoint("llama", tmp_path), ModelRunner.step
-
-    def slow(self: ModelRunner, *given: Any, **options: Any) -> Any:
-        time.sleep(0.02)
-        return step(self, *given, **options)
-
-    monkeypatch.setattr(ModelRunner, "step", slow)
+@pytest.mark.usefixtures("slow_steps")
+def test_a_parked_request_is_cancelled(tmp_path: Path) -> None:
+    folder = save_checkpoint("llama", tmp_path)
     with running_island(folder, FEW) as island, island.client() as client:
         low = client.generate(LONG, max_tokens=OUTPUT, priority=10, **GREEDY)
         next(low)
